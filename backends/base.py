@@ -1,0 +1,47 @@
+"""The contract of a backend: read this to write one.
+
+A backend says which kernels run for a call and how the states they make are merged and finished. To add one:
+
+1. Subclass `Backend`. Set ``name``, the word that ``backend=`` takes.
+2. Write `reasons`: every reason why it can't run here, or can't run this call, each one sentence with the remedy
+   where it is known. An empty list means that it can. Never a bare boolean: the reasons are what a user reads.
+3. Write `prepare`: choose kernels for a `Spec` (shapes, dtypes, strides, options; hashable, so results may be
+   cached by it) and return a function of the call's `Args`. It is called once per decode step with arrays that
+   match the spec; only the number of keys may differ from step to step. It may assume that everything was
+   validated, and must not read a key or value that is hidden.
+4. Set ``ops`` to an object with the methods of `treeattn.state.StateOps`, which merge, finish and move the packed
+   states. The tree never looks inside a state in any other way.
+5. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
+   ``treeattn.backends``.
+6. Subclass ``treeattn.testing.BackendConformance`` in your tests and inherit every check.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from treeattn.inputs import Args, Spec
+    from treeattn.state import StateOps
+
+__all__ = ["Backend", "Prepared"]
+
+Prepared: TypeAlias = "Callable[[Args, Any], Any]"
+"""``prepared(args, out)``: fills the packed buffer ``out`` (B, Hq, Tq, Dv + 2) with the state of this call's keys."""
+
+
+class Backend(ABC):
+    """One family of hardware, or one way to use it."""
+
+    name: str
+    ops: StateOps
+
+    @abstractmethod
+    def reasons(self, spec: Spec | None = None) -> list[str]:
+        """Say why this backend can't run at all, or can't run ``spec``; an empty list means it can."""
+
+    @abstractmethod
+    def prepare(self, spec: Spec) -> Prepared:
+        """Give a function that computes partial states for calls described by ``spec``."""

@@ -1,0 +1,93 @@
+"""From a name, an object or nothing to a backend that can run; built-in ones first, then entry points."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from treeattn.backends.base import Backend
+from treeattn.errors import BackendError, InputError
+
+if TYPE_CHECKING:
+    from treeattn.inputs import Spec
+
+__all__ = ["available", "find", "names"]
+
+BUILT_IN = {
+    "cpu": "treeattn.backends.cpu:CpuBackend",
+    "reference": "treeattn.backends.reference:ReferenceBackend",
+}
+GROUP = "treeattn.backends"
+DEFAULT = "cpu"
+
+
+def names() -> list[str]:
+    """Names that ``backend=`` takes, built-in ones first."""
+    return [*BUILT_IN, *(name for name in _plugins() if name not in BUILT_IN)]
+
+
+def find(backend: Any = None, spec: Spec | None = None) -> Backend:
+    """Give the backend that ``backend`` names, checked against ``spec`` where one is given.
+
+    Parameters
+    ----------
+    backend : str, Backend or None
+        None takes the default, which follows the array: NumPy arrays run on the CPU.
+
+    Raises
+    ------
+    InputError
+        No backend has that name.
+    BackendError
+        It can't run here, or can't run this call; every reason is in the message.
+    """
+    found = backend if isinstance(backend, Backend) else load(DEFAULT if backend is None else _named(backend))
+    if reasons := found.reasons(spec):
+        raise BackendError(f"backend {found.name!r} can't run this: {'; '.join(reasons)}")
+    return found
+
+
+def available() -> dict[str, list[str]]:
+    """Every backend by name, with the reasons why it can't run here (none where it can)."""
+    found = {}
+    for name in names():
+        try:
+            found[name] = load(name).reasons()
+        except Exception as error:  # a broken plug-in is a reason too, and never the end of the program
+            found[name] = [f"it could not be loaded: {error}"]
+    return found
+
+
+def _named(backend: Any) -> str:
+    if isinstance(backend, str):
+        return backend
+    raise InputError.of("backend", expected="a name or a Backend object", got=type(backend).__name__)
+
+
+@cache
+def load(name: str) -> Backend:
+    """Import and make the backend called ``name``, once."""
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        made = getattr(importlib.import_module(module), attribute)()
+    elif name in _plugins():
+        made = _plugins()[name].load()()
+    else:
+        raise InputError.of("backend", expected=f"one of {', '.join(map(repr, names()))}", got=repr(name))
+    if not isinstance(made, Backend):
+        raise BackendError(f"backend {name!r} is not a treeattn.backends.base.Backend but {type(made).__name__}")
+    return made
+
+
+@cache
+def _plugins() -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in BUILT_IN or point.name in found:
+            warnings.warn(f"backend {point.name!r} of {point.value} is ignored: the name is taken", stacklevel=2)
+        else:
+            found[point.name] = point
+    return found

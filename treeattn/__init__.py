@@ -1,0 +1,62 @@
+"""Exact attention decoding over a key/value cache too big for one device, on any MPI cluster.
+
+The method is Tree Attention (arXiv 2408.04093). Importing this package imports NumPy and nothing heavier: numba,
+mpi4py and the backends are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treeattn import backends, errors, kernels, testing
+    from treeattn.attention import attention, energy, partial_attention
+    from treeattn.cache import ShardedKVCache
+    from treeattn.comm import TreeComm
+    from treeattn.decode import decode
+    from treeattn.state import PartialState, merge
+
+__all__ = [
+    "PartialState",
+    "ShardedKVCache",
+    "TreeComm",
+    "attention",
+    "backends",
+    "decode",
+    "energy",
+    "errors",
+    "kernels",
+    "merge",
+    "partial_attention",
+    "testing",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "PartialState": "state",
+    "ShardedKVCache": "cache",
+    "TreeComm": "comm",
+    "attention": "attention",
+    "decode": "decode",
+    "energy": "attention",
+    "merge": "state",
+    "partial_attention": "attention",
+}
+_SUBMODULES = ("backends", "errors", "kernels", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home, on first use."""
+    if name in _SUBMODULES:
+        return importlib.import_module(f"treeattn.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'treeattn' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"treeattn.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,81 @@
+"""What counts as an array here: names of dtypes, raw storage, and foreign arrays taken without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from treeattn.errors import InputError, MissingDependencyError
+
+__all__ = ["FLOAT_DTYPES", "KV_DTYPES", "as_array", "dtype_name", "narrow_dtype", "reinterpret"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
+"""What q may be."""
+
+KV_DTYPES = (*FLOAT_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
+"""What stored K and V may be."""
+
+_NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def dtype_name(array: Array) -> str:
+    """Name of an array's dtype, the same for NumPy's own and for ``ml_dtypes``."""
+    return array.dtype.name
+
+
+def narrow_dtype(name: str) -> np.dtype[Any]:
+    """Give the NumPy dtype called ``name``, one of ``KV_DTYPES``; ``ml_dtypes`` is imported only when needed."""
+    if name not in _NARROW:
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise MissingDependencyError(f"{name} needs the package ml_dtypes: pip install ml_dtypes") from error
+    return np.dtype(getattr(ml_dtypes, name))
+
+
+def as_array(name: str, value: Any, dtypes: Iterable[str], *, also: str = "") -> Array:
+    """Take ``value`` as a NumPy array of one of ``dtypes``, without a copy where it already is one.
+
+    Foreign CPU arrays come in through the buffer protocol, ``__array__`` or DLPack.
+    """
+    array = _to_numpy(name, value)
+    if dtype_name(array) not in dtypes:
+        known = ", ".join((also, *dtypes) if also else dtypes)
+        raise InputError.of(name, expected=f"dtype {known}", got=array.dtype)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def reinterpret(name: str, value: Any, kv_dtype: Any) -> Array:
+    """Read raw uint8 or uint16 storage as ``kv_dtype``; anything else must already be of that dtype."""
+    wanted = _kv_dtype(kv_dtype)
+    array = _to_numpy(name, value)
+    if array.dtype == wanted:
+        return array
+    if array.dtype.kind == "u" and array.dtype.itemsize == wanted.itemsize:
+        return array.view(wanted)
+    expected = f"{wanted.name} or uint{8 * wanted.itemsize}, as kv_dtype says"
+    raise InputError.of(name, expected=expected, got=array.dtype)
+
+
+def _kv_dtype(kv_dtype: Any) -> np.dtype[Any]:
+    name = kv_dtype if isinstance(kv_dtype, str) else getattr(kv_dtype, "__name__", None) or str(kv_dtype)
+    if name not in KV_DTYPES:
+        raise InputError.of("kv_dtype", expected=", ".join(KV_DTYPES), got=repr(kv_dtype))
+    return narrow_dtype(name)
+
+
+def _to_numpy(name: str, value: Any) -> Array:
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
+            return np.from_dlpack(value)
+        return np.asarray(value)
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise InputError.of(name, expected="an array", got=f"{type(value).__name__} ({error})") from None

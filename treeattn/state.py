@@ -1,0 +1,315 @@
+"""The partial attention state and its merge: the algebra that everything else here carries around.
+
+A state is three numbers per query and head, ``m`` = max logit, ``l`` = sum of exp(logit - m) and the vector
+``o`` = sum of exp(logit - m) v, in one packed buffer: the very bytes that travel between ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from treeattn.errors import InputError
+
+__all__ = ["PartialState", "StateOps", "merge"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class StateOps(Protocol):
+    """What a backend can do with packed states; a state carries its backend's, and the tree merges through them.
+
+    A packed state is an array (B, Hq, Tq, Dv + 2) of float32 or float64, C-contiguous: per head row the Dv
+    numbers of ``o``, then ``l``, then ``m``.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the backend, for messages."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Allocate a packed buffer, not initialised."""
+
+    def fill_identity(self, packed: Array) -> None:
+        """Write the state of no keys: o = 0, l = 0, m = -inf."""
+
+    def merge(self, out: Array, sources: list[Array]) -> None:
+        """Write the merge of ``sources``, taken in this order, to ``out``, which may be one of them."""
+
+    def finish(self, packed: Array, sink: Array | None) -> tuple[Array, Array]:
+        """Give (out, lse) of shapes (B, Hq, Tq, Dv) and (B, Hq, Tq), natural base; ``sink`` (Hq,) or None."""
+
+    def to_host(self, packed: Array, out: npt.NDArray[np.uint8]) -> None:
+        """Copy the packed bytes to host memory, complete on return."""
+
+    def from_host(self, data: npt.NDArray[np.uint8], packed: Array) -> None:
+        """Copy the packed bytes from host memory, complete on return."""
+
+
+class PartialState:
+    """Attention over some of the keys, exact and mergeable with attention over the others.
+
+    Parameters
+    ----------
+    packed : array (B, Hq, Tq, Dv + 2), float32 or float64, C-contiguous
+        The state's one buffer. It is not copied.
+    ops : StateOps
+        The backend's operations on it.
+
+    Notes
+    -----
+    States are immutable: every operation gives a new one, and the arrays ``o``, ``l`` and ``m`` are read-only
+    views. Source: arXiv 2408.04093, section 3 (the merge is the associative reduction of Algorithm 1).
+
+    Examples
+    --------
+    >>> import numpy as np, treeattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 2, n, 4), dtype=np.float32) for n in (1, 6, 6))
+    >>> left = treeattn.partial_attention(q, k[:, :, :4], v[:, :, :4])
+    >>> right = treeattn.partial_attention(q, k[:, :, 4:], v[:, :, 4:])
+    >>> np.allclose(left.merge(right).finish(), treeattn.attention(q, k, v))
+    True
+    """
+
+    __slots__ = ("_packed", "ops")
+
+    def __init__(self, packed: Array, ops: StateOps) -> None:
+        self._packed = packed
+        self.ops = ops
+
+    @property
+    def packed(self) -> Array:
+        """The one buffer (B, Hq, Tq, Dv + 2), the very bytes that travel; read-only."""
+        return _read_only(self._packed)
+
+    @property
+    def o(self) -> Array:
+        """Sum of exp(logit - m) v, shape (B, Hq, Tq, Dv)."""
+        return self.packed[..., :-2]
+
+    @property
+    def l(self) -> Array:  # noqa: E743 - the field's name for it
+        """Sum of exp(logit - m), shape (B, Hq, Tq)."""
+        return self.packed[..., -2]
+
+    @property
+    def m(self) -> Array:
+        """Largest logit, natural base, shape (B, Hq, Tq); -inf where no key was seen."""
+        return self.packed[..., -1]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Precision of the sums, float32 or float64."""
+        return self._packed.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of ``o``: (batch, query heads, query tokens, width of v)."""
+        batch, heads, tokens, width = self._packed.shape
+        return batch, heads, tokens, width - 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed buffer, which is what one message carries."""
+        return int(self._packed.nbytes)
+
+    def __repr__(self) -> str:
+        batch, heads, tokens, width = self.shape
+        seen = int(np.count_nonzero(self.l)) if isinstance(self._packed, np.ndarray) else "?"
+        rows = batch * heads * tokens
+        return (
+            f"PartialState(batch={batch}, heads={heads}, tokens={tokens}, width={width}, dtype={self.dtype.name}, "
+            f"backend={self.ops.name!r}, rows with keys: {seen} of {rows})"
+        )
+
+    @classmethod
+    def identity(
+        cls, shape: tuple[int, int, int, int], *, dtype: npt.DTypeLike = np.float32, backend: Any = None
+    ) -> PartialState:
+        """Make the state of no keys, which changes nothing that it is merged with.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            (B, Hq, Tq, Dv).
+        dtype : float32 or float64
+        backend : str or Backend, optional
+            Where the state lives; the CPU by default.
+        """
+        ops = _ops(backend)
+        packed = ops.empty((*_state_shape(shape)[:3], shape[3] + 2), _state_dtype(dtype))
+        ops.fill_identity(packed)
+        return cls(packed, ops)
+
+    def merge(self, other: PartialState) -> PartialState:
+        """Merge with the state of other keys; see `treeattn.merge`."""
+        return merge((self, other))
+
+    def finish(
+        self, *, sink: Any = None, dtype: npt.DTypeLike | None = None, return_lse: bool = False
+    ) -> Any:
+        """Turn the state of all keys into attention's output.
+
+        Parameters
+        ----------
+        sink : array (Hq,), optional
+            An extra raw logit per head, with no value behind it. It is counted once, here.
+        dtype : dtype, optional
+            Type of ``out``; the state's own by default.
+        return_lse : bool
+            Whether ``lse`` is wanted too.
+
+        Returns
+        -------
+        out : array (B, Hq, Tq, Dv)
+            ``o / l``, and 0 in rows that saw no key.
+        lse : array (B, Hq, Tq), of the state's dtype
+            Only with ``return_lse``: log of the sum of exp of the logits, natural base, with the sink in it.
+            A row that saw no key has -inf, or the sink.
+        """
+        out, lse = self.ops.finish(self._packed, _sink(sink, self.shape[1], self.dtype))
+        if dtype is not None:
+            with np.errstate(over="ignore"):  # float16 has infinities for what it can't hold
+                out = out.astype(dtype, copy=False)
+        return (out, lse) if return_lse else out
+
+    def to_lse(self, *, base: Any) -> tuple[Array, Array]:
+        """Export as (out, lse), the form that other engines exchange.
+
+        Parameters
+        ----------
+        base : "e" or 2
+            Base of the logarithm that the receiver expects. There is no default: guessing it wrong is silent.
+        """
+        out, lse = self.ops.finish(self._packed, None)
+        return out, lse / lse.dtype.type(_log_of_base(base))
+
+    @classmethod
+    def from_lse(cls, out: Any, lse: Any, *, base: Any) -> PartialState:
+        """Import (out, lse) from another engine.
+
+        Parameters
+        ----------
+        out : array (B, Hq, Tq, Dv)
+            Normalised output; what it holds where ``lse`` is -inf does not matter.
+        lse : array (B, Hq, Tq)
+        base : "e" or 2
+            Base of the logarithm in ``lse``.
+        """
+        out, lse = np.asarray(out), np.asarray(lse)
+        dtype = "float64" if np.float64 in (out.dtype, lse.dtype) else "float32"
+        if lse.shape != _state_shape(out.shape)[:3]:
+            raise InputError.of("lse", expected=f"shape {out.shape[:3]}, as out has", got=f"shape {lse.shape}")
+        ops = _ops(None)
+        packed = ops.empty((*out.shape[:3], out.shape[3] + 2), dtype)
+        m = lse.astype(dtype) * np.dtype(dtype).type(_log_of_base(base))
+        seen = m != -math.inf
+        packed[..., :-2] = np.where(seen[..., None], out, 0)
+        packed[..., -2], packed[..., -1] = seen, m
+        return cls(packed, ops)
+
+
+def merge(states: Iterable[PartialState], *, out: PartialState | None = None) -> PartialState:
+    """Merge any number of states of disjoint keys, in the order given.
+
+    Parameters
+    ----------
+    states : iterable of PartialState
+        At least one; all of one shape, dtype and backend.
+    out : PartialState, optional
+        A state whose buffer is overwritten instead of allocating one; it may be one of ``states``.
+
+    Returns
+    -------
+    PartialState
+        Equal bits for equal inputs in equal order, on every CPU and GPU.
+
+    Examples
+    --------
+    >>> import treeattn
+    >>> empty = treeattn.PartialState.identity((1, 2, 1, 4))
+    >>> treeattn.merge([empty, empty]).l.tolist()
+    [[[0.0], [0.0]]]
+    """
+    states = list(states)
+    _check_mergeable(states)
+    first = states[0]
+    packed = first.ops.empty(first._packed.shape, first.dtype.name) if out is None else _reusable(out, first)
+    first.ops.merge(packed, [state._packed for state in states])
+    return PartialState(packed, first.ops) if out is None else out
+
+
+def _check_mergeable(states: list[PartialState]) -> None:
+    if not states:
+        raise InputError.of("states", expected="at least one state", got="none")
+    for state in states:
+        if not isinstance(state, PartialState):
+            raise InputError.of("states", expected="PartialState objects", got=type(state).__name__)
+    first = states[0]
+    for state in states[1:]:
+        _check_like(state, first)
+
+
+def _check_like(state: PartialState, first: PartialState) -> None:
+    for what in ("shape", "dtype"):
+        expected, got = getattr(first, what), getattr(state, what)
+        if got != expected:
+            raise InputError.of("states", expected=f"{what} {expected}, as the first has", got=got)
+    if state.ops.name != first.ops.name:
+        hint = "states of different backends don't mix"
+        raise InputError.of("states", expected=f"backend {first.ops.name!r}", got=repr(state.ops.name), hint=hint)
+
+
+def _reusable(out: PartialState, first: PartialState) -> Array:
+    if out.shape != first.shape or out.dtype != first.dtype or out.ops.name != first.ops.name:
+        raise InputError.of("out", expected=f"a state like {first!r}", got=repr(out))
+    return out._packed
+
+
+def _read_only(array: Array) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _ops(backend: Any) -> StateOps:
+    from treeattn.backends.registry import find  # here, so that a state can be named without any backend
+
+    return find(backend).ops
+
+
+def _state_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) != 4:
+        raise InputError.of("shape", expected="(batch, query heads, query tokens, width of v)", got=shape)
+    return tuple(shape)
+
+
+def _state_dtype(dtype: npt.DTypeLike) -> str:
+    name = np.dtype(dtype).name
+    if name not in ("float32", "float64"):
+        raise InputError.of("dtype", expected="float32 or float64", got=name)
+    return name
+
+
+def _sink(sink: Any, heads: int, dtype: np.dtype[Any]) -> Array | None:
+    if sink is None:
+        return None
+    array = np.asarray(sink)
+    if array.shape != (heads,):
+        raise InputError.of("sink", expected=f"shape ({heads},), one logit per query head", got=f"shape {array.shape}")
+    if array.dtype.kind not in "fiV":
+        raise InputError.of("sink", expected="real numbers", got=f"dtype {array.dtype}")
+    return np.ascontiguousarray(array.astype(dtype))
+
+
+def _log_of_base(base: Any) -> float:
+    if base == "e":
+        return 1.0
+    if base == 2 and not isinstance(base, bool):
+        return math.log(2.0)
+    raise InputError.of("base", expected="'e' or 2", got=repr(base))
