@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from treeattn import backends, errors, kernels, testing
-    from treeattn.attention import attention, energy, partial_attention
     from treeattn.cache import ShardedKVCache
     from treeattn.comm import TreeComm
-    from treeattn.decode import decode
+    from treeattn.distributed import decode
+    from treeattn.local import attention, energy, partial_attention
     from treeattn.state import PartialState, merge
 
 __all__ = [
@@ -34,15 +34,16 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+# No home shares a public function's name: importing `treeattn.x` would hide the function `x`.
 _HOMES = {
     "PartialState": "state",
     "ShardedKVCache": "cache",
     "TreeComm": "comm",
-    "attention": "attention",
-    "decode": "decode",
-    "energy": "attention",
+    "attention": "local",
+    "decode": "distributed",
+    "energy": "local",
     "merge": "state",
-    "partial_attention": "attention",
+    "partial_attention": "local",
 }
 _SUBMODULES = ("backends", "errors", "kernels", "testing")
 
