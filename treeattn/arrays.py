@@ -26,7 +26,7 @@ _NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 def dtype_name(array: Array) -> str:
     """Name of an array's dtype, the same for NumPy's own and for ``ml_dtypes``."""
-    return array.dtype.name
+    return str(array.dtype.name)
 
 
 def narrow_dtype(name: str) -> np.dtype[Any]:
@@ -37,7 +37,8 @@ def narrow_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError as error:
         raise MissingDependencyError(f"{name} needs the package ml_dtypes: pip install ml_dtypes") from error
-    return np.dtype(getattr(ml_dtypes, name))
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return dtype
 
 
 def as_array(name: str, value: Any, dtypes: Iterable[str], *, also: str = "") -> Array:
@@ -57,7 +58,7 @@ def _hint(array: Array, dtypes: Iterable[str]) -> str:
     return "name what raw storage holds with kv_dtype=" if raw else ""
 
 
-def cast(array: Array, dtype: str) -> Array:
+def cast(array: Array, dtype: npt.DTypeLike) -> Array:
     """Give ``array`` as ``dtype``, itself where it is; a value out of range becomes an infinity, silently."""
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(dtype, copy=False)

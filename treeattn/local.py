@@ -292,7 +292,8 @@ def energy(
         layout=layout,
     )
     spec, args = resolve(q, k, v, options)
-    return find(backend, spec).energy(spec, args, _zeta(zeta, spec))
+    found: Array = find(backend, spec).energy(spec, args, _zeta(zeta, spec))
+    return found
 
 
 def compute_state(

@@ -276,7 +276,7 @@ def buffer_for(out: PartialState | None, packed_shape: tuple[int, ...], dtype: s
 
 
 def _read_only(array: Array) -> Array:
-    view = array.view()
+    view: Array = array.view()
     view.flags.writeable = False
     return view
 
@@ -294,7 +294,7 @@ def _state_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _state_dtype(dtype: npt.DTypeLike) -> str:
-    name = np.dtype(dtype).name
+    name = str(np.dtype(dtype).name)
     if name not in ("float32", "float64"):
         raise InputError.of("dtype", expected="float32 or float64", got=name)
     return name
