@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from treeattn.arrays import FLOAT_DTYPES, as_array, narrow_dtype
 from treeattn.comm import TreeComm, as_tree_comm
-from treeattn.distributed import Decoding
+from treeattn.distributed import Arguments, Decoding
 from treeattn.errors import InputError
 from treeattn.inputs import Layout, Options, check_layout, to_bhtd
 from treeattn.ledger import Ledger, Segment
@@ -217,7 +217,7 @@ class ShardedKVCache:
             shared=(("cache length", self.length),),
         )
 
-        def arguments() -> tuple[Any, Any, Any, Options]:
+        def arguments() -> Arguments:
             if error := self._take_pending():
                 raise error
             placed = self._placed(q, q_pos, causal, window)
