@@ -215,18 +215,19 @@ def _four_axes(name: str, array: Array, layout: Layout) -> Array:
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
     batch, q_heads, _, width = q.shape
+    if q_heads < 1:
+        raise InputError.of("q", expected="at least one head", got=0)
+    if width < 1:
+        raise InputError.of("q", expected="a width of at least 1", got=0)
     _check_axis("k", "batch", k.shape[0], batch, "q's")
     _check_axis("k", "width", k.shape[3], width, "q's")
+    if k.shape[1] < 1 or q_heads % k.shape[1]:
+        raise InputError.of("k", expected=f"a number of heads that divides q's {q_heads}", got=k.shape[1])
     _check_axis("v", "batch", v.shape[0], batch, "q's")
     _check_axis("v", "number of heads", v.shape[1], k.shape[1], "k's")
     _check_axis("v", "number of tokens", v.shape[2], k.shape[2], "k's")
-    if width < 1 or v.shape[3] < 1:
-        name = "q" if width < 1 else "v"
-        raise InputError.of(name, expected="a width of at least 1", got=0)
-    if q_heads < 1:
-        raise InputError.of("q", expected="at least one head", got=0)
-    if k.shape[1] < 1 or q_heads % k.shape[1]:
-        raise InputError.of("k", expected=f"a number of heads that divides q's {q_heads}", got=k.shape[1])
+    if v.shape[3] < 1:
+        raise InputError.of("v", expected="a width of at least 1", got=0)
 
 
 def _check_axis(name: str, axis: str, got: int, expected: int, whose: str) -> None:
