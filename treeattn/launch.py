@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from treeattn.errors import CommError, InputError, MissingDependencyError
+from treeattn.errors import CommError, InputError, MissingDependencyError, TreeattnError
 
 __all__ = [
     "Launched",
@@ -175,13 +175,15 @@ def mpirun_environment(
 def _runtime_settings(name: str, oversubscribed: bool) -> dict[str, str]:
     if name == "openmpi":
         # The first two let root in. The next two (Open MPI 5, Open MPI 4) allow more ranks than cores, and leave
-        # ranks unbound, so that each can use its share of the cores. The last silences a message about windows.
+        # ranks unbound, so that each can use its share of the cores. The one after silences a message about
+        # windows. Without HOME it does not start at all.
         return {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "OMPI_MCA_osc": "^ucx",
+            "HOME": str(Path.home()),
         }
     if name == "mpich" and oversubscribed:
         return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # without it, crowded ranks spin each other off their cores
@@ -274,3 +276,19 @@ def _world() -> Any:
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
     return mpi.COMM_WORLD if mpi.COMM_WORLD.Get_size() > 1 else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``RANKS PROGRAM [ARGUMENT]...``; give the exit status."""
+    if len(arguments) < 2 or not arguments[0].isdecimal():
+        print("usage: python -m treeattn.launch RANKS PROGRAM [ARGUMENT]...", file=sys.stderr)
+        return 2
+    try:
+        return run(int(arguments[0]), arguments[1:])
+    except TreeattnError as error:
+        print(f"treeattn: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
