@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from treeattn.inputs import Args, Spec
 
-__all__ = ["dequantised", "logits", "partial", "row_length", "seen_keys"]
+__all__ = ["dequantised", "finish", "logits", "partial", "row_length", "seen_keys"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -30,6 +30,19 @@ def partial(spec: Spec, args: Args) -> Array:
             for head, t in _queries(spec, h):
                 packed[b, head, t] = _one_query(spec, args, k, v, (b, head, t))
     return packed
+
+
+def finish(packed: Array, sink: Array | None) -> tuple[Array, Array]:
+    """Give (out, lse) of the packed states of all keys, in their own precision; ``sink`` (Hq,) or None."""
+    o, l, m = packed[..., :-2], packed[..., -2], packed[..., -1]  # noqa: E741 - the field's names
+    with np.errstate(all="ignore"):
+        empty = l == 0
+        out, lse = o / l[..., None], m + np.log(l)
+        if sink is not None:
+            extra = np.broadcast_to(sink[:, None], m.shape)
+            lse = np.where(empty, extra, np.logaddexp(lse, extra))
+            out = out * np.exp(m + np.log(l) - lse)[..., None]
+    return np.where(empty[..., None], 0, out).astype(packed.dtype), np.where(empty & (sink is None), -np.inf, lse)
 
 
 def row_length(args: Args, b: int) -> int:
