@@ -12,7 +12,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -139,19 +139,20 @@ class Description:
     """All that a rank tells the others about its call, when they exchange descriptions."""
 
     operation: str
-    root: int | None
-    fields: list[list[Any]]
-    shape: list[int] | None
-    dtype: str | None
-    check: int
-    details: dict[str, Any]
-    values: dict[str, Any]
-    error_kind: str | None
-    error_text: str | None
+    root: int | None = None
+    fields: list[list[Any]] = field(default_factory=list)
+    shape: list[int] | None = None
+    dtype: str | None = None
+    digest: int = 0
+    check: int = 0
+    details: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    error_kind: str | None = None
+    error_text: str | None = None
 
     def encode(self) -> bytes:
-        """Give the bytes that travel."""
-        return json.dumps(asdict(self)).encode()
+        """Give the bytes that travel; NumPy's numbers travel as Python's."""
+        return json.dumps(asdict(self), default=_plain).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Description:
@@ -161,43 +162,30 @@ class Description:
     @classmethod
     def of_attempt(cls, attempt: Attempt) -> Description:
         """Describe a call that merges states."""
-        signature, details = attempt.signature, {} if attempt.details is None else attempt.details()
-        if signature is None:
-            return cls._of("", attempt.root, (), None, None, attempt.check, details, {}, attempt.error)
-        wire = signature.payload_shape, signature.payload_dtype
-        name = signature.operation
-        return cls._of(name, signature.root, signature.fields, *wire, attempt.check, details, {}, attempt.error)
+        if attempt.error is not None or attempt.signature is None:
+            return cls.of_error(attempt.error or CommError("a rank came without a signature and without an error"))
+        signature = attempt.signature
+        return cls(
+            signature.operation,
+            signature.root,
+            [[name, value] for name, value in signature.fields],
+            list(signature.payload_shape),
+            signature.payload_dtype,
+            signature.digest,
+            attempt.check,
+            {} if attempt.details is None else attempt.details(),
+        )
 
     @classmethod
-    def of_consultation(
-        cls, operation: str, fields: Fields, values: dict[str, Any], error: Exception | None, root: int | None = None
-    ) -> Description:
-        """Describe a call that compares fields and shares values."""
-        return cls._of(operation, root, fields, None, None, 0, {}, values, error)
-
-    @classmethod
-    def _of(
-        cls,
-        operation: str,
-        root: int | None,
-        fields: Fields,
-        shape: Sequence[int] | None,
-        dtype: str | None,
-        check: int,
-        details: dict[str, Any],
-        values: dict[str, Any],
-        error: Exception | None,
-    ) -> Description:
-        kind, text = (None, None) if error is None else _error_words(error)
-        pairs = [[name, value] for name, value in fields]
-        shape = None if shape is None else list(shape)
-        return cls(operation, root, pairs, shape, dtype, check, details, values, kind, text)
+    def of_error(cls, error: Exception, operation: str = "") -> Description:
+        """Describe a call that failed on this rank."""
+        ours = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        kind = next(ours, type(error).__name__)
+        return cls(operation, error_kind=kind, error_text=str(error)[:LONGEST_TEXT])
 
 
-def _error_words(error: Exception) -> tuple[str, str]:
-    """Name the class of treeattn that an error belongs to, or else its own, and its text."""
-    ours = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-    return next(ours, type(error).__name__), str(error)[:LONGEST_TEXT]
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def conclude(descriptions: Sequence[Description], hosts: Sequence[str], rank: int, own: Exception | None) -> None:
@@ -255,6 +243,7 @@ def _comparisons(descriptions: Sequence[Description]) -> list[tuple[str, list[An
         ("dtype of the state", [each.dtype for each in descriptions]),
         *_by_name(details),
         ("check word", [each.check for each in descriptions]),
+        ("signature", [each.digest for each in descriptions]),
     ]
 
 
