@@ -127,4 +127,5 @@ def _heads(rows: Array, width: int) -> Array:
 def _flat(attended: Array) -> Array:
     """From (1, Hq, T, Dv) to (T, Hq Dv)."""
     _, heads, tokens, width = attended.shape
-    return attended.transpose(0, 2, 1, 3).reshape(tokens, heads * width)
+    rows: Array = attended.transpose(0, 2, 1, 3).reshape(tokens, heads * width)
+    return rows
