@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
+import sys
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Header, Signature, conclude
-from treeattn.arrays import KV_DTYPES, narrow_dtype
-from treeattn.errors import CommError, InputError, RankTimeout
-from treeattn.executor import Exchange, Tally, broadcast
-from treeattn.guard import Guard
+from treeattn.agreement import Attempt, Description, Signature
+from treeattn.broadcasting import broadcast, check_alike, describe, sendable
+from treeattn.channel import Channel
+from treeattn.errors import InputError
 from treeattn.joining import Settings, map_hosts, open_transport, under_launcher
-from treeattn.plan import Plan, Stats
+from treeattn.plan import Plan, Radices, Stats
 from treeattn.planner import choose_radices, plan_allreduce, plan_bcast, plan_reduce
+from treeattn.session import Session
 from treeattn.state import PartialState
-from treeattn.transport import Silence, Transport
+from treeattn.transport import Transport
 
 __all__ = ["TYPICAL_PAYLOAD", "TreeComm", "as_tree_comm"]
 
 Array: TypeAlias = npt.NDArray[Any]
-T = TypeVar("T")
 
 TYPICAL_PAYLOAD = 32 * (128 + 2) * 4
 """Bytes of one decode step's state: 32 heads of width 128 in float32. ``TreeComm.plan`` is for this."""
-
-FIRST_GATHER = 1024
-"""Bytes per rank of the first exchange of descriptions; one that does not fit is exchanged again, whole."""
-
-KEPT_EXCHANGES = 8
-"""Plans whose buffers are kept."""
-
-_LENGTH = struct.Struct("<I")
 
 
 class TreeComm:
@@ -60,6 +50,13 @@ class TreeComm:
         Carry rank states unmerged and merge them in rank order: more bytes, and bits that do not depend on hosts.
     timeout : float, optional
         Seconds that a rank may stay silent; 0 waits for ever. ``TREEATTN_TIMEOUT`` or 300 by default.
+
+    Attributes
+    ----------
+    rank, size : int
+    hosts : tuple of str
+        One label per rank, the same on every rank.
+    deterministic : bool
 
     Raises
     ------
@@ -89,34 +86,38 @@ class TreeComm:
         deterministic: bool = False,
         timeout: float | None = None,
     ) -> None:
-        self._transport: Transport = open_transport(comm)
-        self.rank, self.size = self._transport.rank, self._transport.size
-        self._guard, self._agreed, self._step = Guard(), None, 0
-        self._agreed: Signature | None
-        self._exchanges: dict[Any, Exchange] = {}
+        self._channel = Channel(open_transport(comm))
+        self.rank, self.size = self._channel.rank, self._channel.size
+        self._session = Session(self._channel, self.plan_for)
+        self._guard = self._channel.guard
         self._signatures: dict[Any, Signature] = {}
         try:
             self._join(hosts, plan, deterministic, timeout)
-        except InputError:  # raised on every rank, so that all of them come here
-            self._transport.free()
+        except Exception:  # raised on every rank, so that all of them come here, unless they have lost each other
+            if self.usable:
+                self._channel.free()
             raise
 
     def _join(self, hosts: Any, plan: Any, deterministic: Any, timeout: Any) -> None:
         """Agree with the other ranks on the settings and on who is where."""
-        self.hosts = ("unknown",) * self.size
-        self._tally = Tally(self.hosts, self.rank)
-        names = [each["name"] for each in self._tell("TreeComm", {"name": self._transport.host_name()})]
-        self.hosts, settings, error = tuple(names), Settings(), None
+        channel, transport = self._channel, self._channel.transport
+        names = tuple(each["name"] for each in self.consult("TreeComm", (), {"name": transport.host_name()}))
+        channel.name_hosts(names)
+        settings, error = Settings(), None
         try:
             settings = Settings.read(self.size, hosts, plan, deterministic, timeout)
-        except InputError as wrong:
+        except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
             error = wrong
-        self._tell("TreeComm", {}, settings.fields, error)
-        self._transport.timeout = settings.timeout
-        self.hosts = settings.hosts or map_hosts(self._transport, names, lambda v: self._tell("TreeComm", v))
-        settings.check_plan(self.hosts)
+        self.consult("TreeComm", settings.fields, {}, error)
+        transport.timeout = settings.timeout
+        channel.name_hosts(settings.hosts or map_hosts(transport, names, self.consult))
+        settings.check_plan(channel.hosts)
         self._radices, self.deterministic = settings.radices, settings.deterministic
-        self._tally = Tally(self.hosts, self.rank)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """One host label per rank, the same on every rank."""
+        return self._channel.hosts
 
     @property
     def plan(self) -> Plan:
@@ -125,19 +126,27 @@ class TreeComm:
 
     def plan_for(self, payload_bytes: int, root: int | None = None) -> Plan:
         """Give the plan that a state of ``payload_bytes`` bytes takes: to all, or to ``root``."""
-        radices = self._radices or choose_radices(self.hosts, payload_bytes)
+        radices = self._radices_for(payload_bytes)
         if root is None:
             return plan_allreduce(self.hosts, radices, deterministic=self.deterministic)
         return plan_reduce(self.hosts, root, radices, deterministic=self.deterministic)
 
+    def _radices_for(self, payload_bytes: int) -> Radices:
+        return self._radices or choose_radices(self.hosts, payload_bytes)
+
     @property
     def stats(self) -> Stats:
         """What this rank has sent, and how many rounds it went through, since the communicator was made."""
-        return self._tally.stats
+        return self._channel.tally.stats
 
     def total_stats(self) -> Stats:
         """Add up every rank's `stats` as they were before this call; collective."""
         return Stats.total(Stats(**each) for each in self.consult("total_stats", (), asdict(self.stats)))
+
+    @property
+    def usable(self) -> bool:
+        """Whether it was neither freed nor broken."""
+        return self._guard.reason is None
 
     def __repr__(self) -> str:
         kind = f"rank {self.rank} of {self.size} on {len(set(self.hosts))} hosts"
@@ -201,39 +210,20 @@ class TreeComm:
             given, error = None, None
             try:
                 root = _check_root(root, self.size)
-                given = _sendable(array, self.rank == root)
-            except Exception as wrong:  # whatever it is, the others must hear of it
+                given = sendable(array, self.rank == root)
+            except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
                 error = wrong
-            seen = [] if given is None else [list(given.shape), given.dtype.name]
-            told = self._consult("bcast", {"array": seen}, (), error, None if error else root)
-            return self._bcast(given, [each["array"] for each in told], root)
-
-    def _bcast(self, given: Array | None, seen: list[Any], root: int) -> Array:
-        shape, dtype = seen[root]
-        for rank, each in enumerate(seen):
-            if each and each != seen[root]:
-                expected = f"the root's {dtype} of shape {tuple(shape)}, or None"
-                raise InputError.of("array", expected=expected, got=f"{each[1]} of shape {tuple(each[0])} on rank {rank}")
-        is_root = self.rank == root and given is not None
-        data = given if is_root and given is not None else np.empty(shape, narrow_dtype(dtype))
-        plan = plan_bcast(self.hosts, root, self._radices or choose_radices(self.hosts, data.nbytes))
-        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        self._on_wire(broadcast, plan, self._transport, flat, self._tally)
-        return data
+            told = self._consult(Description("bcast", root, values={"array": describe(given)}), error)
+            dtype, shape = check_alike([each["array"] for each in told], root)
+            data = given if given is not None and self.rank == root else np.empty(shape, dtype)
+            plan = plan_bcast(self.hosts, root, self._radices_for(data.nbytes))
+            self._channel.call(broadcast, plan, self._channel.transport, data, self._channel.tally)
+            return data
 
     def free(self) -> None:
         """Give everything back; collective. Again is fine; any other use raises `CommError`."""
-        if self._guard.reason is not None:
-            return
-        with self._guard:
-            self._guard.close("this communicator was freed")
-            self._exchanges.clear()
-            self._transport.free()
-
-    @property
-    def usable(self) -> bool:
-        """Whether it was neither freed nor broken."""
-        return self._guard.reason is None
+        if self.usable:
+            self._channel.free()
 
     def __enter__(self) -> TreeComm:
         return self
@@ -255,18 +245,22 @@ class TreeComm:
         Returns
         -------
         PartialState or None
-            None on ranks that are not ``attempt.root``, where there is one.
+            None on ranks that are not the root, where there is one.
         """
         with self._guard:
-            attempt = _checked(attempt, out)
+            attempt = attempt if out is None else _with_out(attempt, out)
             if self.size > 1:
-                return self._merge(attempt, out)
+                return self._session.merge(attempt, out)
             if attempt.error is not None or attempt.state is None:
                 raise attempt.error or InputError.of("attempt", expected="a state or an error", got="neither")
             return attempt.state if out is None else _copy(attempt.state, out)
 
     def consult(
-        self, operation: str, fields: tuple[tuple[str, Any], ...], values: dict[str, Any], error: Exception | None = None
+        self,
+        operation: str,
+        fields: tuple[tuple[str, Any], ...],
+        values: dict[str, Any],
+        error: Exception | None = None,
     ) -> list[dict[str, Any]]:
         """Compare ``fields`` over all ranks and share ``values``; for calls that are not on the hot path.
 
@@ -292,143 +286,29 @@ class TreeComm:
             On every rank, if any has an error or ``fields`` differ.
         """
         with self._guard:
-            return self._consult(operation, values, fields, error)
+            return self._consult(Description(operation, None, [list(pair) for pair in fields], values=values), error)
 
-    def _merge(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
-        """Run the agreed plan until it ends clean, agreeing anew where that is what is missing."""
-        if self._agreed is None:
-            self._describe(attempt)
-            self._agreed = attempt.signature
-        while True:
-            exchange = self._exchange_of(self._agreed)
-            attempt, header = self._run(exchange, attempt)
-            if header.status not in (0, OTHER):
-                self._describe(attempt)
-            # Equal digests are agreement: from a clean plan, or from one in which all had the same new signature.
-            self._agreed = attempt.signature
-            if header.status == 0:
-                return self._result(exchange, attempt, out)
-
-    def _run(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:
-        """Take part in the agreed plan, with this rank's payload or with what keeps it from sending one."""
-        status = self._status(attempt)
-        if status == 0 and attempt.state is not None:
-            try:
-                exchange.load(attempt.state)
-            except Exception as error:  # a device may fail here
-                attempt, status = replace(attempt, signature=None, state=None, error=error), ERROR
-        digest = 0 if attempt.signature is None else attempt.signature.digest
-        return attempt, self._pass(exchange, status, digest, attempt.check, attempt.state)
-
-    def _status(self, attempt: Attempt) -> int:
-        if attempt.error is not None or attempt.signature is None:
-            return ERROR
-        return 0 if self._agreed is not None and attempt.signature.wire == self._agreed.wire else OTHER
-
-    def _pass(self, exchange: Exchange, status: int, digest: int, check: int, state: PartialState | None) -> Header:
-        self._step += 1
-        header = Header(self._step, status, digest, check)
-        ops, on_host = (None, True) if state is None else (state.ops, isinstance(state._packed, np.ndarray))
-        return self._on_wire(exchange.run, header, ops, on_host)
-
-    def _result(self, exchange: Exchange, attempt: Attempt, out: PartialState | None) -> PartialState | None:
-        root, state = exchange.plan.root, attempt.state
-        if state is None or (root is not None and root != self.rank):
-            return None
-        return exchange.result(state.ops, out, isinstance(state._packed, np.ndarray))
-
-    def _exchange_of(self, agreed: Signature | None) -> Exchange:
-        assert agreed is not None, "there is no plan to follow before the first agreement"
-        found = self._exchanges.get(agreed.wire)
-        if found is None:
-            if len(self._exchanges) >= KEPT_EXCHANGES:
-                del self._exchanges[next(iter(self._exchanges))]
-            payload = int(np.prod(agreed.payload_shape)) * np.dtype(agreed.payload_dtype).itemsize
-            plan = self.plan_for(payload, agreed.root)
-            found = Exchange(plan, self._transport, agreed.payload_shape, agreed.payload_dtype, self._tally)
-            self._exchanges[agreed.wire] = found
-        return found
-
-    def _describe(self, attempt: Attempt) -> None:
-        self._negotiate(lambda: Description.of_attempt(attempt), attempt.error)
-
-    def _tell(
-        self, operation: str, values: dict[str, Any], fields: Any = (), error: Exception | None = None
-    ) -> list[dict[str, Any]]:
-        with self._guard:
-            return self._consult(operation, values, fields, error)
-
-    def _consult(
-        self, operation: str, values: dict[str, Any], fields: Any, error: Exception | None, root: int | None = None
-    ) -> list[dict[str, Any]]:
-        """Go to the descriptions at once, once the others have been told so by way of the agreed plan."""
-        if self._agreed is not None:
-            self._pass(self._exchange_of(self._agreed), CONSULT, 0, 0, None)
-        description = Description(operation, root, [list(pair) for pair in fields], values=values)
+    def _consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         if error is not None:
-            description = Description.of_error(error, operation)
-        return [each.values for each in self._negotiate(lambda: description, error)]
-
-    def _negotiate(self, describe: Callable[[], Description], own: Exception | None) -> list[Description]:
-        """Exchange descriptions and draw the same conclusion on every rank."""
-        try:
-            data = describe().encode()
-        except Exception as error:  # a description that can't be made is an error like any other
-            own = own or error
-            data = Description.of_error(own).encode()
-        descriptions = [Description.decode(each) for each in self._on_wire(self._gather, data)]
-        conclude(descriptions, self.hosts, self.rank, own)
-        return descriptions
-
-    def _gather(self, data: bytes) -> list[bytes]:
-        """Give every rank's data, of whatever lengths: in one exchange if all are short, else in two."""
-        room, longest = 0, FIRST_GATHER - _LENGTH.size
-        found: list[bytes] = []
-        while room < longest:
-            room = longest
-            framed = _LENGTH.pack(len(data)) + data[:room].ljust(room, b"\0")
-            found = self._transport.allgather(framed)
-            self._tally.collectives += 1
-            lengths = [_LENGTH.unpack_from(each)[0] for each in found]
-            longest = max(lengths)
-        return [each[_LENGTH.size : _LENGTH.size + length] for each, length in zip(found, lengths, strict=True)]
-
-    def _on_wire(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call what sends and receives; if it does not end well, ranks have lost each other, and that is for good."""
-        try:
-            return function(*arguments)
-        except Silence as silence:
-            late = ", ".join(f"rank {rank} on host {self.hosts[rank]}" for rank in silence.ranks)
-            text = f"nothing came from {late} for {self._transport.timeout:g} s, in step {self._step}"
-            self._break(text)
-            raise RankTimeout(text) from None
-        except BaseException as error:
-            self._break(f"{type(error).__name__}: {error}")
-            if isinstance(error, CommError) or not isinstance(error, Exception):
-                raise
-            raise CommError(f"the ranks lost each other in the middle of an operation: {error}") from error
-
-    def _break(self, reason: str) -> None:
-        self._guard.close(f"this communicator is broken ({reason}); end the job, or make another of the ranks left")
-        self._transport.abandon()
+            description = Description.of_error(error, description.operation)
+        return self._session.consult(description, error)
 
     def _attempt(self, operation: str, state: Any, root: Any) -> Attempt:
         try:
-            if operation == "reduce":
-                root = _check_root(root, self.size)
+            root = None if operation == "allreduce" else _check_root(root, self.size)
             return Attempt(self._signature(operation, root, state), state, None, root)
         except Exception as error:  # whatever it is, the others must hear of it before it is raised here
-            return Attempt(None, None, error, None)
+            return Attempt(None, None, error)
 
     def _signature(self, operation: str, root: int | None, state: Any) -> Signature:
         if not isinstance(state, PartialState):
             raise InputError.of("state", expected="a PartialState", got=type(state).__name__)
-        shape, dtype = state._packed.shape, state._packed.dtype
-        found = self._signatures.get((operation, root, shape, dtype))
+        key = operation, root, state._packed.shape, state._packed.dtype
+        found = self._signatures.get(key)
         if found is None:
-            fields = (("state.shape", state.shape), ("state.dtype", dtype.name))
-            found = Signature(operation, root, fields, shape, dtype.name)
-            self._signatures[(operation, root, shape, dtype)] = found
+            fields = (("state.shape", state.shape), ("state.dtype", state.dtype.name))
+            found = Signature(operation, root, fields, state._packed.shape, state.dtype.name)
+            self._signatures[key] = found
         return found
 
 
@@ -438,27 +318,16 @@ def _check_root(root: Any, size: int) -> int:
     raise InputError.of("root", expected=f"a rank from 0 to {size - 1}", got=repr(root))
 
 
-def _sendable(array: Any, is_root: bool) -> Array | None:
-    if array is None and not is_root:
-        return None
-    found = np.asarray(array)
-    if found.dtype.name not in KV_DTYPES and found.dtype.kind not in "biufc":
-        raise InputError.of("array", expected="an array of numbers", got=f"dtype {found.dtype}")
-    return found if found.dtype.isnative else found.astype(found.dtype.newbyteorder("="))
-
-
-def _checked(attempt: Attempt, out: PartialState | None) -> Attempt:
+def _with_out(attempt: Attempt, out: Any) -> Attempt:
     """Let an ``out`` that can't take the result count as this rank's error."""
-    if out is None or attempt.state is None or attempt.error is not None:
-        return attempt
     state = attempt.state
-    if isinstance(out, PartialState) and (out.shape, out.dtype, out.ops.name) == (
-        state.shape,
-        state.dtype,
-        state.ops.name,
-    ):
+    if state is None or attempt.error is not None or (isinstance(out, PartialState) and _alike(state, out)):
         return attempt
     return replace(attempt, error=InputError.of("out", expected=f"a state like {state!r}", got=repr(out)))
+
+
+def _alike(state: PartialState, out: PartialState) -> bool:
+    return (state.shape, state.dtype, state.ops.name) == (out.shape, out.dtype, out.ops.name)
 
 
 def _copy(state: PartialState, out: PartialState) -> PartialState:
@@ -491,10 +360,8 @@ def as_tree_comm(comm: Any) -> TreeComm:
 
 
 def _wrapped(comm: Any) -> TreeComm:
+    if comm is not None and "mpi4py.MPI" not in sys.modules:  # it can't be a communicator: don't start MPI to ask
+        raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=type(comm).__name__)
     from treeattn import mpi_transport  # here, so that one process needs no MPI
 
-    mpi = mpi_transport.import_mpi()
-    if comm is not None and not isinstance(comm, mpi.Intracomm):
-        raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=type(comm).__name__)
-    comm = mpi.COMM_WORLD if comm is None else comm
-    return mpi_transport.cached_on(comm, lambda: TreeComm(comm), lambda found: found.usable)
+    return mpi_transport.cached_on(comm, TreeComm, lambda found: found.usable)

@@ -13,12 +13,9 @@ from treeattn.plan import HEADER_BYTES, Plan, RankRound, Stats
 from treeattn.state import PartialState, StateOps
 from treeattn.transport import Bytes, Transport
 
-__all__ = ["Exchange", "Tally", "broadcast"]
+__all__ = ["Exchange", "Tally"]
 
 Array: TypeAlias = npt.NDArray[Any]
-
-LARGEST_MESSAGE = 2**30
-"""MPI counts in 32 bits: a longer array is broadcast in pieces of this many bytes."""
 
 
 class Tally:
@@ -39,10 +36,10 @@ class Tally:
             sent[2] += 1
             sent[3] += size
 
-    def ran(self, plan_rounds: tuple[int, int]) -> None:
-        """Count the rounds, in all and between hosts, of a plan."""
-        self._rounds[0] += plan_rounds[0]
-        self._rounds[1] += plan_rounds[1]
+    def ran(self, plan: Plan) -> None:
+        """Count the rounds of a plan, in all and between hosts."""
+        self._rounds[0] += len(plan.rounds)
+        self._rounds[1] += plan.rounds_between
 
     @property
     def stats(self) -> Stats:
@@ -60,7 +57,7 @@ class Records:
         self.stride = HEADER_BYTES + payload
         self.buffer: Bytes = np.zeros(count * self.stride, np.uint8)
         starts = range(0, count * self.stride, self.stride)
-        self.headers = [memoryview(self.buffer)[start : start + HEADER_BYTES] for start in starts]
+        self.headers = [memoryview(self.buffer.data)[start : start + HEADER_BYTES] for start in starts]
         self.payloads = [self.buffer[start + HEADER_BYTES : start + self.stride] for start in starts]
         self.states: list[Array] = [each.view(dtype).reshape(shape) for each in self.payloads]
         self._staged: tuple[StateOps, list[Array]] | None = None
@@ -78,9 +75,10 @@ class Records:
         else:
             state.ops.to_host(packed, self.payloads[0])
 
-    def merge(self, ops: StateOps, sources: tuple[int, ...], on_host: bool) -> None:
-        """Merge records into record 0, in the order given."""
-        if on_host:
+    def merge(self, state: PartialState, sources: tuple[int, ...]) -> None:
+        """Merge records into record 0, in the order given, by the operations that ``state`` carries."""
+        ops = state.ops
+        if isinstance(state._packed, np.ndarray):
             ops.merge(self.states[0], [self.states[source] for source in sources])
             return
         arrays = self._device_arrays(ops)
@@ -95,16 +93,14 @@ class Records:
             self._staged = ops, [ops.empty(self.shape, self.dtype) for _ in self.states]
         return self._staged[1]
 
-    def store(self, ops: StateOps, out: PartialState | None, on_host: bool) -> PartialState:
-        """Copy record 0 to ``out``, or to a new state."""
+    def store(self, like: PartialState, out: PartialState | None) -> PartialState:
+        """Copy record 0 to ``out``, or to a new state of the backend that ``like`` has."""
         if out is None:
-            if on_host:
-                return PartialState(self.states[0].copy(), ops)
-            out = PartialState(ops.empty(self.shape, self.dtype), ops)
-        if on_host:
+            out = PartialState(like.ops.empty(self.shape, self.dtype), like.ops)
+        if isinstance(out._packed, np.ndarray):
             np.copyto(out._packed, self.states[0])
         else:
-            ops.from_host(self.payloads[0], out._packed)
+            out.ops.from_host(self.payloads[0], out._packed)
         return out
 
 
@@ -140,8 +136,6 @@ class Exchange:
         self._records = Records(plan.records(transport.rank), shape, dtype)
         self._alone = self._records.cut(0, 0)  # record 0's header, the whole message of a rank with no payload
         self._rounds = [self._prepare(step) for step in plan.steps(transport.rank)]
-        predicted = plan.predict(0).total
-        self._round_counts = predicted.rounds, predicted.rounds_between
 
     def _prepare(self, step: RankRound) -> _Round:
         cut, headers = self._records.cut, self._records.headers
@@ -158,7 +152,7 @@ class Exchange:
         """Take this rank's state, before `run`."""
         self._records.load(state)
 
-    def run(self, own: Header, ops: StateOps | None, on_host: bool) -> Header:
+    def run(self, own: Header, state: PartialState | None) -> Header:
         """Follow the plan and give the header that all ranks' headers combine to.
 
         A rank whose header so far is not clean sends headers alone: its payload, if it has one, is worth nothing
@@ -168,10 +162,8 @@ class Exchange:
         ----------
         own : Header
             This rank's; a status means that it has no payload.
-        ops : StateOps or None
-            Who merges; None only without a payload.
-        on_host : bool
-            Whether states are NumPy arrays.
+        state : PartialState or None
+            What was loaded; its operations do the merging.
         """
         header, packed = own, own.pack()
         mine = self._records.headers[0]
@@ -184,10 +176,10 @@ class Exchange:
             if header is not own:
                 packed = header.pack()
                 mine[:] = packed
-            if header.status == 0 and ops is not None:
+            if header.status == 0 and state is not None:
                 for sources in step.merges:
-                    self._records.merge(ops, sources, on_host)
-        self._tally.ran(self._round_counts)
+                    self._records.merge(state, sources)
+        self._tally.ran(self.plan)
         return header
 
     def _swap(self, step: _Round, full: bool) -> None:
@@ -199,21 +191,8 @@ class Exchange:
             self._tally.sent(dest, message.size)
         transport.wait(requests, step.peers)
 
-    def result(self, ops: StateOps, out: PartialState | None, on_host: bool) -> PartialState:
-        """Give the merged state, after a clean `run`."""
-        return self._records.store(ops, out, on_host)
-
-
-def broadcast(plan: Plan, transport: Transport, data: Bytes, tally: Tally) -> None:
-    """Send the root's ``data`` down the plan's tree, into ``data`` on the other ranks."""
-    steps = plan.steps(transport.rank)
-    predicted = plan.predict(0).total
-    for start in range(0, max(data.size, 1), LARGEST_MESSAGE):
-        piece = data[start : start + LARGEST_MESSAGE]
-        for step in steps:
-            requests = [transport.irecv(piece, source, step.number) for source, _, _ in step.receives]
-            requests += [transport.isend(piece, dest, step.number) for dest, _ in step.sends]
-            transport.wait(requests, [*(r[0] for r in step.receives), *(dest for dest, _ in step.sends)])
-            for dest, _ in step.sends:
-                tally.sent(dest, piece.size)
-        tally.ran((predicted.rounds, predicted.rounds_between))
+    def result(self, state: PartialState, out: PartialState | None) -> PartialState | None:
+        """Give the merged state, after a clean `run`, to the ranks that are to have it."""
+        if self.plan.root not in (None, self._transport.rank):
+            return None
+        return self._records.store(state, out)

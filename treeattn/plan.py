@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 __all__ = ["HEADER_BYTES", "Merge", "Message", "Plan", "Prediction", "Radices", "RankRound", "Round", "Stats"]
@@ -165,6 +166,11 @@ class Plan:
         """Number of ranks."""
         return len(self.hosts)
 
+    @cached_property
+    def rounds_between(self) -> int:
+        """Rounds in which some message goes from one host to another."""
+        return sum(any(self._crosses(message) for message in each.messages) for each in self.rounds)
+
     def __str__(self) -> str:
         kind = f"{self.operation} over {self.size} ranks on {len(set(self.hosts))} hosts, radices {self.radices}"
         messages = sum(len(each.messages) for each in self.rounds)
@@ -210,14 +216,13 @@ class Plan:
         n_h ranks would send one. A reduce takes n - 1 messages up, of which H - 1 between hosts, and n - 1 of 32
         bytes down. The paper's scheme takes three all-reduces, 2 (p - 1) / p (b d + 2 b n_h) elements per device.
         """
-        crossing = sum(any(self._crosses(m) for m in each.messages) for each in self.rounds)
         sent = [[0, 0, 0, 0] for _ in self.hosts]
         for message in (message for each in self.rounds for message in each.messages):
             size, between = self.message_bytes(message.slots, payload_bytes), self._crosses(message)
             tally = sent[message.source]
             for index, more in enumerate((1, size, between, between * size)):
                 tally[index] += more
-        per_rank = tuple(Stats(len(self.rounds), a, b, crossing, c, d) for a, b, c, d in sent)
+        per_rank = tuple(Stats(len(self.rounds), a, b, self.rounds_between, c, d) for a, b, c, d in sent)
         return Prediction(per_rank, Stats.total(per_rank))
 
     def _crosses(self, message: Message) -> bool:

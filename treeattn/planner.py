@@ -110,9 +110,7 @@ def _refuse_plan(plan: Any) -> Radices:
     raise InputError.of("plan", expected=f"{known}, a pair of radices (inside, between) or a Plan", got=repr(plan))
 
 
-def plan_allreduce(
-    hosts: Iterable[str], radices: Radices | None = None, *, deterministic: bool = False
-) -> Plan:
+def plan_allreduce(hosts: Iterable[str], radices: Radices | None = None, *, deterministic: bool = False) -> Plan:
     """Plan a merge of every rank's state that every rank gets.
 
     Parameters
