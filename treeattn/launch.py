@@ -200,13 +200,14 @@ def run(ranks: int, arguments: Sequence[str]) -> int:
     InputError
         ``ranks`` is not positive.
     CommError
-        This process is a rank itself.
+        This process is one of several ranks itself.
     """
-    if (here := launched()) is not None:
+    if (here := launched()) is not None and here.size > 1:
         raise CommError(f"this is already rank {here.rank} of {here.size} under {here.launcher}: leave out the ranks")
     runtime = find_runtime()
     command = mpirun_command(runtime, ranks, [sys.executable, *arguments])
-    with subprocess.Popen(command, env=mpirun_environment(runtime, ranks)) as job:
+    columns = {"COLUMNS": str(shutil.get_terminal_size().columns)}  # of the real terminal, which ranks can't ask
+    with subprocess.Popen(command, env=mpirun_environment(runtime, ranks, columns | os.environ)) as job:
         return _wait(job)
 
 
