@@ -124,7 +124,7 @@ def run_session(command: Sequence[str], environment: Mapping[str, str], timeout:
         stdout, stderr = process.communicate(timeout=timeout)
         return _job(process.returncode, stdout, stderr)
     except subprocess.TimeoutExpired:
-        _signal_session(process.pid, signal.SIGABRT, spare=process.pid)  # faulthandler prints the ranks' stacks
+        _signal_session(process.pid, signal.SIGABRT, only="python")  # faulthandler prints the ranks' stacks
         time.sleep(1)
         _signal_session(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
@@ -140,12 +140,12 @@ def _job(rc: int, stdout: str, stderr: str) -> Job:
     return Job(rc, stdout, stderr, sorted(reports, key=lambda report: report.get("rank", 0)))
 
 
-def _signal_session(session: int, number: signal.Signals, spare: int | None = None) -> None:
+def _signal_session(session: int, number: signal.Signals, only: str = "") -> None:
     """Signal every process of a session: launchers give ranks process groups of their own, but not sessions."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended while we looked
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and int(stat.parent.name) != spare:
+            name, _, fields = stat.read_text().partition("(")[2].rpartition(")")
+            if int(fields.split()[3]) == session and name.startswith(only):
                 os.kill(int(stat.parent.name), number)
 
 

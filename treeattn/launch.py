@@ -8,6 +8,7 @@ is installed, as root or not, with more ranks than cores or not.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -55,7 +56,7 @@ class Runtime:
     mpirun : str
         Path of the launcher.
     banner : str
-        First line of what ``mpirun --version`` prints.
+        What ``mpirun --version`` says of itself, in one line.
     """
 
     name: str
@@ -123,7 +124,7 @@ def find_runtime() -> Runtime:
     banner = _banner(mpirun)
     for word, name in _BANNERS.items():
         if word in banner:
-            return Runtime(name, mpirun, banner.splitlines()[0].strip())
+            return Runtime(name, mpirun, _first_words(banner))
     raise CommError(f"{mpirun} is neither Open MPI, MPICH nor Intel MPI: it says {banner[:80]!r}")
 
 
@@ -133,6 +134,13 @@ def _banner(mpirun: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CommError(f"{mpirun} does not run: {error}") from None
     return shown.stdout.strip() or shown.stderr.strip() or "nothing"
+
+
+def _first_words(banner: str) -> str:
+    """Give the first line, and the version that Hydra has on another."""
+    version = re.search(r"^\s*Version:\s*(\S+)", banner, re.MULTILINE)
+    first = banner.splitlines()[0].strip()
+    return f"Hydra {version[1]}" if version else first
 
 
 def mpirun_command(runtime: Runtime, ranks: int, program: Sequence[str]) -> list[str]:

@@ -162,7 +162,8 @@ class Workload:
         lse = np.logaddexp.reduce([answer.lse for answer in answers])
         shares = [np.exp(answer.lse - np.where(np.isneginf(lse), 0, lse))[..., None] for answer in answers]
         weighed: list[Array] = [self._bhtd(share) * answer.out for share, answer in zip(shares, answers, strict=True)]
-        return np.stack(weighed).sum(axis=0)
+        total: Array = np.stack(weighed).sum(axis=0)
+        return total
 
     def _block(self, block: int) -> tuple[Array, Array]:
         rng = np.random.default_rng((self.seed, 1 + block))
