@@ -187,6 +187,13 @@ class TreeComm:
     def reduce(self, state: PartialState, root: int = 0) -> PartialState | None:
         """Merge the states of all ranks; ``root`` gets the result, with the bits of `allreduce`, others None.
 
+        Parameters
+        ----------
+        state : PartialState
+            This rank's, of the same shape and dtype on every rank.
+        root : int
+            The rank that gets the result, the same on every rank.
+
         Raises
         ------
         InputError
