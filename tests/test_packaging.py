@@ -60,9 +60,9 @@ def run(command, **more):
 
 
 def modules_of_the_checkout():
-    """Name every module where it is to be installed."""
-    for folder in ("treeattn", "treeattn/cli", "treeattn/testing", "treeattn/kernels", "treeattn/backends"):
-        yield from (f"{folder}/{module.name}" for module in (ROOT / folder).glob("*.py"))
+    """Name every module where it is to be installed; the links put `kernels` and `backends` in their places."""
+    for folder, _, files in os.walk(ROOT / "treeattn", followlinks=True):
+        yield from (str(Path(folder, name).relative_to(ROOT)) for name in files if name.endswith(".py"))
 
 
 def contents(wheel):
