@@ -103,7 +103,12 @@ def test_other_plans_with_messages_that_wait_and_arrive_in_any_order(size, optio
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_mpi(mpirun, ranks):
-    options = {2: {}, 3: {"plan": "binary"}, 4: {"hosts": list("abab")}, 7: {"hosts": list("abcdaba")}}[ranks]
+    options = {
+        2: {},
+        3: {"plan": "binary"},
+        4: {"hosts": list("abab"), "stride": 2},
+        7: {"hosts": list("abcdaba"), "stride": 5},
+    }[ranks]
     job = mpirun("comm_program", ranks, json.dumps(options))
     assert_program_went_well(job.reports)
 
