@@ -33,6 +33,13 @@ HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=7)
 SOME = settings(deadline=None, max_examples=100)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    """Compile the merge before ranks have to wait for it."""
+    for dtype in ("float32", "float64"):
+        treeattn.merge(states_of(2, dtype=dtype)).finish()
+
+
 def sequence(seed, tokens):
     rng = np.random.default_rng(seed)
     shapes = ((1, 2, 1, 4), (1, 1, tokens, 4), (1, 1, tokens, 5))

@@ -108,7 +108,7 @@ class BackendConformance:
         """NaN and infinity behind kv_len or a mask never appear."""
         q, k, v = self.inputs()
         k[1, :, 4:], v[1, :, 4:] = np.nan, np.inf
-        options = {"kv_len": np.array([TOKENS, 4])}
+        options: dict[str, Any] = {"kv_len": np.array([TOKENS, 4])}
         got = treeattn.attention(q, k, v, backend=self.backend, return_lse=True, **options)
         assert np.isfinite(got[0]).all()
         assert_attention(got, q, k, v, **options)
