@@ -241,8 +241,15 @@ class TreeComm:
             return data
 
     def free(self) -> None:
-        """Give everything back; collective. Again is fine; any other use raises `CommError`."""
+        """Give everything back; collective. Again is fine; any other use raises `CommError`.
+
+        Raises
+        ------
+        InputError
+            On every rank, if another rank calls something else; nothing is freed then.
+        """
         if self.usable:
+            self.consult("free", (), {})
             self._channel.free()
 
     def __enter__(self) -> TreeComm:

@@ -203,7 +203,14 @@ def _free_all(*_: Any) -> None:
 
 @cache
 def _abort_at_exit() -> None:
-    atexit.register(abort, "an operation between ranks was cut short: ending the job")
+    atexit.register(_end_job)
+
+
+def _end_job() -> None:
+    try:
+        abort("an operation between ranks was cut short: ending the job")
+    finally:
+        os._exit(1)  # where Abort comes back before the launcher ends us: what follows would be Finalize
 
 
 @cache

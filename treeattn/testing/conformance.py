@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -68,7 +69,7 @@ class BackendConformance:
         """States of the shards between ``cuts``."""
         q, k, v = self.inputs(dtype)
         edges = (0, *cuts, TOKENS)
-        pieces = [slice(start, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+        pieces = [slice(start, stop) for start, stop in pairwise(edges)]
         return [treeattn.partial_attention(q, k[:, :, at], v[:, :, at], backend=self.backend) for at in pieces]
 
     def bits(self, state: PartialState) -> bytes:
