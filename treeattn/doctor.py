@@ -154,10 +154,12 @@ def _installed(package: str) -> bool:
 
 
 def _cores(name: str) -> Check:
-    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count()
+    from treeattn.kernels.threads import thread_count
+
+    usable, all_cores, threads = len(os.sched_getaffinity(0)), os.cpu_count(), thread_count()
     variables = ("TREEATTN_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
     settings = [f"{each}={os.environ[each]}" for each in variables if each in os.environ]
-    return Check(name, "; ".join([f"{usable} of {all_cores} for this process", *settings]))
+    return Check(name, "; ".join([f"{usable} of {all_cores} for this process, {threads} threads a call", *settings]))
 
 
 def _shared_memory(name: str) -> Check:
