@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,6 +44,10 @@ class HostOps:
     def merge(self, out: Array, sources: list[Array]) -> None:
         """Write the merge of ``sources``, in this order, to ``out``, which may be one of them."""
         combine.merge(out, sources)
+
+    def prepare_merge(self, out: Array, sources: list[Array]) -> Callable[[], None]:
+        """Give a function that merges ``sources`` to ``out`` each time it is called, allocating nothing."""
+        return combine.prepare_merge(out, sources)
 
     def finish(self, packed: Array, sink: Array | None) -> tuple[Array, Array]:
         """Give (out, lse), natural base, with the sink counted once."""

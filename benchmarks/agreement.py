@@ -43,7 +43,6 @@ class Bare:
                 step.number,
                 [(source, buffer[at * size : (at + slots) * size]) for source, slots, at in step.receives],
                 [(dest, buffer[: slots * size]) for dest, slots in step.sends],
-                [source for source, _, _ in step.receives] + [dest for dest, _ in step.sends],
                 [[self._states[source] for source in sources] for sources in step.merges],
             )
             for step in plan.steps(transport.rank)
@@ -53,10 +52,10 @@ class Bare:
         """Merge the states of all ranks."""
         transport, own = self._transport, self._states[0]
         np.copyto(own, state._packed)
-        for tag, receives, sends, peers, merges in self._rounds:
+        for tag, receives, sends, merges in self._rounds:
             requests = [transport.irecv(data, source, tag) for source, data in receives]
             requests += [transport.isend(data, dest, tag) for dest, data in sends]
-            transport.wait(requests, peers)
+            transport.wait(requests)
             for sources in merges:
                 self._ops.merge(own, sources)
         return treeattn.PartialState(own.copy(), self._ops)

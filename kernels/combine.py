@@ -6,7 +6,7 @@ processor. Source: arXiv 2408.04093, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.exponential import exp, log
 from treeattn.kernels.memory import itemsize, pointer
 
-__all__ = ["finish", "merge"]
+__all__ = ["finish", "merge", "prepare_merge"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -31,9 +31,20 @@ def merge(out: Array, sources: Sequence[Array]) -> None:
         A row with l = 0 is skipped whole: what its o and m hold does not matter. A row with one other source
         keeps that source's bits.
     """
+    prepare_merge(out, sources)()
+
+
+def prepare_merge(out: Array, sources: Sequence[Array]) -> Callable[[], None]:
+    """Give a function that does `merge` to these very arrays each time it is called, and allocates nothing."""
     addresses = np.array([source.ctypes.data for source in sources], dtype=np.int64)
     width = out.shape[-1]
-    merge_at(out.dtype)(out.ctypes.data, addresses, out.size // width, width)
+    row = np.empty(width, out.dtype)  # collects a row, since `out` may be one of the sources
+    compiled, places = merge_at(out.dtype), (out.ctypes.data, addresses, out.size // width, width, row.ctypes.data)
+
+    def merge_again(kept: Any = (out, sources, row)) -> None:
+        compiled(*places)
+
+    return merge_again
 
 
 def finish(packed: Array, sink: Array | None) -> tuple[Array, Array]:
@@ -54,7 +65,7 @@ def finish(packed: Array, sink: Array | None) -> tuple[Array, Array]:
 
 
 def merge_at(dtype: np.dtype[Any]) -> Any:
-    """Compiled merge of states of ``dtype``: (out address, source addresses, rows, width)."""
+    """Compiled merge of states of ``dtype``: (out address, source addresses, rows, width, room for a row)."""
     return _merge_double() if dtype.itemsize == 8 else _merge_single()
 
 
@@ -63,14 +74,14 @@ def finish_at(dtype: np.dtype[Any]) -> Any:
     return _finish_double() if dtype.itemsize == 8 else _finish_single()
 
 
-@entry("void(int64, int64[::1], int64, int64)")
-def _merge_single(out: int, sources: Array, rows: int, width: int) -> None:
-    _merge_rows(out, sources, rows, width, np.float32)
+@entry("void(int64, int64[::1], int64, int64, int64)")
+def _merge_single(out: int, sources: Array, rows: int, width: int, row: int) -> None:
+    merge_rows(out, sources, rows, width, row, np.float32)
 
 
-@entry("void(int64, int64[::1], int64, int64)")
-def _merge_double(out: int, sources: Array, rows: int, width: int) -> None:
-    _merge_rows(out, sources, rows, width, np.float64)
+@entry("void(int64, int64[::1], int64, int64, int64)")
+def _merge_double(out: int, sources: Array, rows: int, width: int, row: int) -> None:
+    merge_rows(out, sources, rows, width, row, np.float64)
 
 
 @entry("void(int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -84,19 +95,20 @@ def _finish_double(out: int, lse: int, packed: int, sink: int, rows: int, heads:
 
 
 @inline
-def _merge_rows(out: int, sources: Array, rows: int, width: int, dtype: Any) -> None:
-    merged = np.empty(width, dtype)  # collects a row, since `out` may be one of the sources
+def merge_rows(out: int, sources: Array, rows: int, width: int, collected: int, dtype: Any) -> None:
+    """Merge row by row, each collected apart from ``out``."""
+    merged = pointer(collected, dtype)
     size = width * itemsize(dtype)
     for row in range(rows):
-        _merge_row(merged, sources, row * size, dtype)
+        _merge_row(merged, sources, row * size, width - 1, dtype)
         target = pointer(out + row * size, dtype)
         for j in range(width):
             target[j] = merged[j]
 
 
 @inline
-def _merge_row(merged: Array, sources: Array, offset: int, dtype: Any) -> None:
-    width = merged.size - 1  # o and l are summed alike; m stands behind them
+def _merge_row(merged: Any, sources: Array, offset: int, width: int, dtype: Any) -> None:
+    # `width` counts o and l, which are summed alike; m stands behind them
     highest, live = _highest(sources, offset, width, dtype)
     merged[width] = highest
     started = False
@@ -108,11 +120,12 @@ def _merge_row(merged: Array, sources: Array, offset: int, dtype: Any) -> None:
             _add_row(merged, row, weight, width, started)
             started = True
     if not started:
-        merged[:width] = 0
+        for j in range(width):
+            merged[j] = 0
 
 
 @inline
-def _add_row(merged: Array, row: Any, weight: Any, width: int, started: bool) -> None:
+def _add_row(merged: Any, row: Any, weight: Any, width: int, started: bool) -> None:
     if started:
         for j in range(width):
             merged[j] += weight * row[j]

@@ -59,7 +59,7 @@ def _send_piece(plan: Plan, transport: Transport, piece: Bytes, tally: Tally) ->
         sources, dests = [source for source, _, _ in step.receives], [dest for dest, _ in step.sends]
         requests = [transport.irecv(piece, source, step.number) for source in sources]
         requests += [transport.isend(piece, dest, step.number) for dest in dests]
-        transport.wait(requests, [*sources, *dests])
+        transport.wait(requests)
         for dest in dests:
             tally.sent(dest, piece.size)
     tally.ran(plan)

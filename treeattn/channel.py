@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from treeattn.errors import CommError, RankTimeout
 from treeattn.executor import Tally
 from treeattn.guard import Guard
-from treeattn.transport import Silence, Transport
+from treeattn.transport import Mark, Silence, Transport
 
 __all__ = ["Channel"]
 
@@ -17,6 +17,9 @@ T = TypeVar("T")
 
 FIRST_GATHER = 1024
 """Bytes per rank of the first exchange of descriptions; longer ones are exchanged again, whole."""
+
+GRACE = 0.5, 5.0
+"""At least and at most so many seconds are ranks given to answer the roll; in between, half the time-out."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -34,6 +37,7 @@ class Channel:
         self.transport, self.guard = transport, Guard()
         self.rank, self.size = transport.rank, transport.size
         self.step, self.freed = 0, False
+        self._branches: list[Transport] = []
         self.name_hosts(("unknown",) * self.size)
 
     def name_hosts(self, hosts: tuple[str, ...]) -> None:
@@ -46,15 +50,26 @@ class Channel:
         try:
             return function(*arguments)
         except Silence as silence:
-            late = ", ".join(f"rank {rank} on host {self.hosts[rank]}" for rank in silence.ranks)
-            text = f"nothing came from {late} for {self.transport.timeout:g} s, in step {self.step}"
-            self._break(text)
-            raise RankTimeout(text) from None
+            late = self._call_roll(Mark(self.step, silence.round))
+            self._break(str(late))
+            raise late from None
         except BaseException as error:
             self._break(f"{type(error).__name__}: {error}")
             if isinstance(error, CommError) or not isinstance(error, Exception):
                 raise
             raise CommError(f"the ranks lost each other in the middle of an operation: {error}") from error
+
+    def _call_roll(self, mark: Mark) -> RankTimeout:
+        """Find out who is missing: not those for whom this rank waits, who may wait in vain themselves."""
+        timeout = self.transport.timeout
+        found = self.transport.call_roll(mark, min(max(timeout / 2, GRACE[0]), GRACE[1]))
+        missing = tuple(rank for rank in range(self.size) if rank not in found)
+        where, last = f"in step {mark.step}, round {mark.round}", max(each.step for each in found.values()) - 1
+        if not missing:
+            return RankTimeout(f"this rank came too late for others, who waited for {timeout:g} s {where}")
+        late = ", ".join(f"rank {rank} on host {self.hosts[rank]}" for rank in missing)
+        text = f"nothing came from {late} for {timeout:g} s {where}; last heard in step {last}"
+        return RankTimeout(text, missing, tuple(self.hosts[rank] for rank in missing), last)
 
     def gather(self, data: bytes) -> list[bytes]:
         """Give every rank's data, of whatever lengths: in one exchange if all are short, else in two."""
@@ -71,13 +86,26 @@ class Channel:
         self.tally.collectives += 1
         return self.transport.allgather(_LENGTH.pack(len(data)) + data[:room].ljust(room, b"\0"))
 
+    def branch(self) -> Transport:
+        """Make a transport for one plan; collective."""
+        made = self.call(self.transport.branch)
+        self._branches.append(made)
+        return made
+
+    def retire(self, branch: Transport) -> None:
+        """Give a plan's transport back; every rank does, between the same two steps."""
+        self._branches.remove(branch)
+        branch.free()
+
     def free(self) -> None:
-        """Give the transport back; collective."""
+        """Give the transports back; collective."""
         with self.guard:
             self.guard.close("this communicator was freed")
             self.freed = True
-            self.transport.free()
+            for transport in (*self._branches, self.transport):
+                transport.free()
 
     def _break(self, reason: str) -> None:
         self.guard.close(f"this communicator is broken ({reason}); end the job, or make another of the ranks left")
-        self.transport.abandon()
+        for transport in (*self._branches, self.transport):
+            transport.abandon()

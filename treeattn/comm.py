@@ -86,7 +86,7 @@ class TreeComm:
         deterministic: bool = False,
         timeout: float | None = None,
     ) -> None:
-        self._channel = Channel(open_transport(comm))
+        self._channel = Channel(open_transport(comm, timeout))
         self.rank, self.size = self._channel.rank, self._channel.size
         self._session = Session(self._channel, self.plan_for)
         self._guard = self._channel.guard

@@ -42,4 +42,20 @@ class CommError(TreeattnError, RuntimeError):
 
 
 class RankTimeout(CommError, TimeoutError):  # noqa: N818 - a public name, and a TimeoutError by kind
-    """A rank stayed silent past the deadline; the communicator is broken from here on."""
+    """A rank stayed silent past the deadline; the communicator is broken from here on.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        The ranks that stayed silent; empty where that is not known, or where it is this one that came too late.
+    hosts : tuple of str
+        Their hosts.
+    step : int or None
+        The last step in which they were heard.
+    """
+
+    def __init__(
+        self, text: str, ranks: tuple[int, ...] = (), hosts: tuple[str, ...] = (), step: int | None = None
+    ) -> None:
+        super().__init__(text)
+        self.ranks, self.hosts, self.step = ranks, hosts, step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,7 +13,7 @@ import numpy.typing as npt
 from treeattn.agreement import Header
 from treeattn.plan import HEADER_BYTES, Plan, RankRound, Stats
 from treeattn.state import PartialState, StateOps
-from treeattn.transport import Bytes, Transport
+from treeattn.transport import Bytes, Silence, Transport
 
 __all__ = ["Exchange", "Tally"]
 
@@ -60,7 +62,6 @@ class Records:
         self.headers = [memoryview(self.buffer.data)[start : start + HEADER_BYTES] for start in starts]
         self.payloads = [self.buffer[start + HEADER_BYTES : start + self.stride] for start in starts]
         self.states: list[Array] = [each.view(dtype).reshape(shape) for each in self.payloads]
-        self._staged: tuple[StateOps, list[Array]] | None = None
 
     def cut(self, at: int, slots: int) -> Bytes:
         """Give ``slots`` records from ``at`` on, as one message; without any, the header alone."""
@@ -75,23 +76,20 @@ class Records:
         else:
             state.ops.to_host(packed, self.payloads[0])
 
-    def merge(self, state: PartialState, sources: tuple[int, ...]) -> None:
-        """Merge records into record 0, in the order given, by the operations that ``state`` carries."""
-        ops = state.ops
-        if isinstance(state._packed, np.ndarray):
-            ops.merge(self.states[0], [self.states[source] for source in sources])
-            return
-        arrays = self._device_arrays(ops)
-        for source in sources:
-            ops.from_host(self.payloads[source], arrays[source])
-        ops.merge(arrays[0], [arrays[source] for source in sources])
-        ops.to_host(arrays[0], self.payloads[0])
+    def merger(self, ops: StateOps, on_host: bool, sources: tuple[int, ...]) -> Callable[[], None]:
+        """Give what merges records into record 0, in the order given, by ``ops``."""
+        if on_host:
+            return ops.prepare_merge(self.states[0], [self.states[source] for source in sources])
+        arrays = {source: ops.empty(self.shape, self.dtype) for source in {0, *sources}}
+        merge = ops.prepare_merge(arrays[0], [arrays[source] for source in sources])
 
-    def _device_arrays(self, ops: StateOps) -> list[Array]:
-        """Arrays beside the records, where states live that host memory can't be merged for; made once."""
-        if self._staged is None or self._staged[0] is not ops:
-            self._staged = ops, [ops.empty(self.shape, self.dtype) for _ in self.states]
-        return self._staged[1]
+        def merge_on_device() -> None:
+            for source in sources:
+                ops.from_host(self.payloads[source], arrays[source])
+            merge()
+            ops.to_host(arrays[0], self.payloads[0])
+
+        return merge_on_device
 
     def store(self, like: PartialState, out: PartialState | None) -> PartialState:
         """Copy record 0 to ``out``, or to a new state of the backend that ``like`` has."""
@@ -106,23 +104,33 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One round with its buffers: what a rank needs to hand to its transport."""
+    """One round with its buffers and prepared requests.
+
+    ``late`` are those of the receives that can't be started a step ahead, since their place is in use until this
+    round begins: record 0 holds what is sent, and a tree of several rounds receives more than once in one place.
+    """
 
     tag: int
-    sends: tuple[tuple[int, Bytes], ...]
-    receives: tuple[tuple[int, Bytes], ...]
+    dests: tuple[int, ...]
+    sent_bytes: tuple[int, ...]
+    sends: list[Any]
+    receives: list[Any]
+    late: list[Any]
+    both: list[Any]
     headers: tuple[memoryview, ...]
-    peers: tuple[int, ...]
     merges: tuple[tuple[int, ...], ...]
 
 
 class Exchange:
-    """One plan at one payload size on one rank, its buffers allocated once.
+    """One plan at one payload size on one rank: buffers allocated once, requests prepared once.
+
+    Receives are started a step ahead, so that what comes finds its place whenever it comes.
 
     Parameters
     ----------
     plan : Plan
     transport : Transport
+        Of this plan alone.
     shape : tuple of int
         Of the packed state.
     dtype : str
@@ -131,28 +139,45 @@ class Exchange:
     """
 
     def __init__(self, plan: Plan, transport: Transport, shape: tuple[int, ...], dtype: str, tally: Tally) -> None:
-        self.plan = plan
-        self._transport, self._tally = transport, tally
+        self.plan, self.transport, self._tally = plan, transport, tally
         self._records = Records(plan.records(transport.rank), shape, dtype)
         self._alone = self._records.cut(0, 0)  # record 0's header, the whole message of a rank with no payload
-        self._rounds = [self._prepare(step) for step in plan.steps(transport.rank)]
+        steps = plan.steps(transport.rank)
+        landings = Counter(place for step in steps for each in step.receives for place in _places(each))
+        self._busy = {0, *(place for place, times in landings.items() if times > 1)}
+        self._rounds = [self._prepare(step) for step in steps]
+        self._ahead = [each for step in self._rounds for each in step.receives if each not in step.late]
+        self._ops: StateOps | None = None
+        self._mergers: list[list[Callable[[], None]]] = [[] for _ in steps]
+        transport.start(self._ahead)
 
     def _prepare(self, step: RankRound) -> _Round:
-        cut, headers = self._records.cut, self._records.headers
+        cut, records, transport = self._records.cut, self._records, self.transport
+        sent = [(dest, cut(0, slots)) for dest, slots in step.sends]
+        sends = [transport.send_init(data, dest, step.number) for dest, data in sent]
+        receives = [transport.recv_init(cut(at, slots), source, step.number) for source, slots, at in step.receives]
         return _Round(
             step.number,
-            tuple((dest, cut(0, slots)) for dest, slots in step.sends),
-            tuple((source, cut(at, slots)) for source, slots, at in step.receives),
-            tuple(headers[at] for _, _, at in step.receives),
-            (*(source for source, _, _ in step.receives), *(dest for dest, _ in step.sends)),
+            tuple(dest for dest, _ in sent),
+            tuple(data.size for _, data in sent),
+            sends,
+            receives,
+            [r for r, each in zip(receives, step.receives, strict=True) if self._busy.intersection(_places(each))],
+            [*receives, *sends],
+            tuple(records.headers[at] for _, _, at in step.receives),
             step.merges,
         )
 
     def load(self, state: PartialState) -> None:
         """Take this rank's state, before `run`."""
         self._records.load(state)
+        if state.ops is not self._ops:
+            on_host = isinstance(state._packed, np.ndarray)
+            merger = self._records.merger
+            self._mergers = [[merger(state.ops, on_host, each) for each in step.merges] for step in self._rounds]
+            self._ops = state.ops
 
-    def run(self, own: Header, state: PartialState | None) -> Header:
+    def run(self, own: Header) -> Header:
         """Follow the plan and give the header that all ranks' headers combine to.
 
         A rank whose header so far is not clean sends headers alone: its payload, if it has one, is worth nothing
@@ -161,14 +186,12 @@ class Exchange:
         Parameters
         ----------
         own : Header
-            This rank's; a status means that it has no payload.
-        state : PartialState or None
-            What was loaded; its operations do the merging.
+            This rank's; a status means that nothing was loaded.
         """
         header, packed = own, own.pack()
         mine = self._records.headers[0]
         mine[:] = packed
-        for step in self._rounds:
+        for step, mergers in zip(self._rounds, self._mergers, strict=True):
             self._swap(step, full=header.status == 0)
             for received in step.headers:
                 if received != packed:
@@ -176,23 +199,41 @@ class Exchange:
             if header is not own:
                 packed = header.pack()
                 mine[:] = packed
-            if header.status == 0 and state is not None:
-                for sources in step.merges:
-                    self._records.merge(state, sources)
+            if header.status == 0:
+                for merge in mergers:
+                    merge()
+        if self._ahead:
+            self.transport.start(self._ahead)
         self._tally.ran(self.plan)
         return header
 
     def _swap(self, step: _Round, full: bool) -> None:
-        transport, tag = self._transport, step.tag
-        requests = [transport.irecv(data, source, tag) for source, data in step.receives]
-        for dest, data in step.sends:
-            message = data if full else self._alone
-            requests.append(transport.isend(message, dest, tag))
-            self._tally.sent(dest, message.size)
-        transport.wait(requests, step.peers)
+        transport = self.transport
+        if step.late:
+            transport.start(step.late)
+        if full:
+            if step.sends:
+                transport.start(step.sends)
+            awaited, sizes = step.both, step.sent_bytes
+        else:
+            alone, tag = self._alone, step.tag
+            awaited = [*step.receives, *(transport.isend(alone, dest, tag) for dest in step.dests)]
+            sizes = (alone.size,) * len(step.dests)
+        for dest, size in zip(step.dests, sizes, strict=True):
+            self._tally.sent(dest, size)
+        try:
+            transport.wait(awaited)
+        except Silence as silence:
+            silence.round = step.tag
+            raise
 
     def result(self, state: PartialState, out: PartialState | None) -> PartialState | None:
         """Give the merged state, after a clean `run`, to the ranks that are to have it."""
-        if self.plan.root not in (None, self._transport.rank):
+        if self.plan.root not in (None, self.transport.rank):
             return None
         return self._records.store(state, out)
+
+
+def _places(receive: tuple[int, int, int]) -> range:
+    _, slots, at = receive
+    return range(at, at + max(slots, 1))

@@ -22,8 +22,10 @@ TIMEOUT_VARIABLE = "TREEATTN_TIMEOUT"
 DEFAULT_TIMEOUT = 300.0
 
 
-def open_transport(comm: Any) -> Transport:
+def open_transport(comm: Any, timeout: Any) -> Transport:
     """Make a transport of our own from what ``TreeComm`` takes; collective.
+
+    A ``timeout`` that is wrong is refused later, when all ranks can hear of it.
 
     Raises
     ------
@@ -39,9 +41,13 @@ def open_transport(comm: Any) -> Transport:
         raise InputError.of("comm", expected=expected, got=type(comm).__name__)
     from treeattn import mpi_transport  # here, so that one process needs no MPI
 
+    try:
+        seconds = _timeout(timeout)
+    except InputError:
+        seconds = DEFAULT_TIMEOUT
     if comm is None:
-        return mpi_transport.world_transport(DEFAULT_TIMEOUT)
-    return mpi_transport.MpiTransport.duplicate(comm, DEFAULT_TIMEOUT)
+        return mpi_transport.world_transport(seconds)
+    return mpi_transport.MpiTransport.duplicate(comm, seconds)
 
 
 def under_launcher() -> bool:

@@ -1,37 +1,36 @@
-"""Ranks of an MPI communicator, through mpi4py: bytes only, no pickling, and no call that blocks.
+"""Ranks of an MPI communicator, through mpi4py: bytes only, no pickling, and no call that waits out of our sight.
 
-Every wait is MPI's Test, and giving up the core when there is nothing yet: ranks that outnumber cores then don't
-stand in each other's way, and a wait can end at a deadline, which a blocking MPI call can't. Our messages travel on a
-duplicate of the user's communicator: on the user's own, a receive from any source there could swallow them, and both
-sides would then wait for ever.
+Messages travel on duplicates of the user's communicator: on the user's own, a receive from any source there could
+swallow them, and both sides would then wait for ever. A communicator's first duplicate is its control communicator:
+descriptions travel there, and the roll is called there; each plan has another, a branch.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
 
 from treeattn.errors import CommError, InputError, MissingDependencyError, RankTimeout
 from treeattn.launch import abort, launched
-from treeattn.transport import Bytes, Silence, Transport
+from treeattn.transport import Bytes, Mark, Silence, Transport
+from treeattn.waiting import NAP, Patience
 
 __all__ = ["MpiTransport", "cached_on", "import_mpi", "world_transport"]
 
 T = TypeVar("T")
 
-EAGER_TESTS = 32
-"""Tests in a row before a wait first looks at the clock."""
+ROLL_TAG = 32767
+"""Tag of the calling of the roll: the largest that every MPI has, far from the numbers of rounds."""
 
-NAP_AFTER = 2e-3
-"""Seconds of testing after which a wait naps between tests: what is awaited is then no matter of microseconds."""
-
-NAP = 50e-6
-"""Seconds of a nap."""
+_MARK = struct.Struct("<QQ")
 
 _live: list[MpiTransport] = []
 """Transports that were not freed; they are, before MPI ends."""
@@ -83,13 +82,19 @@ class MpiTransport(Transport):
         Ours alone.
     timeout : float
         Seconds that a wait may take; 0 waits for ever.
+    trunk : MpiTransport, optional
+        The one whose deadline and roll this one shares.
     """
 
-    def __init__(self, comm: Any, timeout: float) -> None:
+    _patience: Patience
+
+    def __init__(self, comm: Any, timeout: float, trunk: MpiTransport | None = None) -> None:
         from mpi4py import MPI
 
         self._comm, self._bytes, self._testall = comm, MPI.BYTE, MPI.Request.Testall
-        self.rank, self.size, self.timeout = comm.Get_rank(), comm.Get_size(), timeout
+        self._startall, self._any, self._prepared = MPI.Prequest.Startall, MPI.ANY_SOURCE, list[Any]()
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._patience = Patience(timeout, self._roll_was_called) if trunk is None else trunk._patience
         _free_before_finalize()
         _live.append(self)
 
@@ -104,15 +109,20 @@ class MpiTransport(Transport):
         RankTimeout
             Some ranks did not come to make it.
         """
-        mpi = import_mpi()
-        ours, request = _checked(comm, mpi).Idup()
         try:
-            _wait([request], [comm.Get_rank()], mpi.Request.Testall, timeout)
+            return cls(_duplicate(_checked(comm, import_mpi()), Patience(timeout, lambda: False)), timeout)
         except Silence:
-            _stuck.append([request, ours])
             _abort_at_exit()
             raise RankTimeout(f"not every rank came to make the communicator for {timeout:g} s") from None
-        return cls(ours, timeout)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait may take; 0 waits for ever."""
+        return self._patience.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._patience.timeout = seconds
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Any:
         """Start to send."""
@@ -122,10 +132,25 @@ class MpiTransport(Transport):
         """Start to receive."""
         return self._comm.Irecv([data, self._bytes], source, tag)
 
-    def wait(self, requests: list[Any], peers: Sequence[int]) -> None:
+    def send_init(self, data: Bytes, dest: int, tag: int) -> Any:
+        """Prepare to send."""
+        self._prepared.append(self._comm.Send_init([data, self._bytes], dest, tag))
+        return self._prepared[-1]
+
+    def recv_init(self, data: Bytes, source: int, tag: int) -> Any:
+        """Prepare to receive."""
+        self._prepared.append(self._comm.Recv_init([data, self._bytes], source, tag))
+        return self._prepared[-1]
+
+    def start(self, requests: list[Any]) -> None:
+        """Start prepared requests."""
+        self._startall(requests)
+
+    def wait(self, requests: Sequence[Any]) -> None:
         """Wait until all are complete."""
+        testall = self._testall
         try:
-            _wait(requests, peers, self._testall, self.timeout)
+            self._patience.wait(lambda: testall(requests))
         except BaseException:
             _stuck.append(requests)
             raise
@@ -133,19 +158,49 @@ class MpiTransport(Transport):
     def allgather(self, data: bytes) -> list[bytes]:
         """Give every rank's data."""
         length, found = len(data), bytearray(len(data) * self.size)
-        request = self._comm.Iallgather([data, self._bytes], [found, length, self._bytes])
-        self.wait([request], [self.rank])
+        self.wait([self._comm.Iallgather([data, self._bytes], [found, length, self._bytes])])
         return [bytes(found[start : start + length]) for start in range(0, length * self.size, length)]
+
+    def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
+        """Ask who is there, on the control communicator."""
+        data, others = _MARK.pack(*mark), [rank for rank in range(self.size) if rank != self.rank]
+        _stuck.append([self._comm.Isend([data, self._bytes], rank, ROLL_TAG) for rank in others])
+        found, deadline = {self.rank: mark}, time.monotonic() + grace
+        while len(found) < self.size and time.monotonic() < deadline:
+            if not self._hear_one(found):
+                time.sleep(NAP)
+        return found
+
+    def _hear_one(self, found: dict[int, Mark]) -> bool:
+        message = self._comm.Improbe(self._any, ROLL_TAG, self._status())
+        if message is None:
+            return False
+        data, status = bytearray(_MARK.size), self._status()
+        message.Recv([data, self._bytes], status)
+        found[status.Get_source()] = Mark(*_MARK.unpack(data))
+        return True
+
+    @staticmethod
+    def _status() -> Any:
+        return import_mpi().Status()
+
+    def _roll_was_called(self) -> bool:
+        return bool(self._comm.Iprobe(self._any, ROLL_TAG))
 
     def dup(self) -> MpiTransport:
         """Make another of the same ranks."""
         return self.duplicate(self._comm, self.timeout)
 
+    def branch(self) -> MpiTransport:
+        """Make one for a plan."""
+        return type(self)(_duplicate(self._comm, self._patience), self.timeout, self)
+
     def shared_memory_group(self) -> int:
         """Lowest rank that shares memory with this one, as MPI sees it."""
         from mpi4py import MPI
 
-        near = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        with _watched(self.timeout, "MPI's shared-memory split"):
+            near = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         group, all_ranks = near.Get_group(), self._comm.Get_group()
         (lowest,) = group.Translate_ranks([0], all_ranks)
         for handle in (group, all_ranks, near):
@@ -162,30 +217,42 @@ class MpiTransport(Transport):
         """Free the duplicate."""
         if self in _live:
             _live.remove(self)
+            for request in self._prepared:
+                if not request.Test():  # a receive that was started ahead; it ends now
+                    request.Cancel()
+                    request.Wait()
+                request.Free()
             self._comm.Free()
 
     def abandon(self) -> None:
         """See to it that the process ends by Abort: in Finalize it would wait for the ranks that went missing."""
         if self in _live:
             _live.remove(self)
-            _stuck.append(self._comm)
+            _stuck.append([self._comm, self._prepared])
         _abort_at_exit()
 
 
-def _wait(requests: list[Any], peers: Sequence[int], testall: Callable[[list[Any]], bool], timeout: float) -> None:
-    for _ in range(EAGER_TESTS):
-        if testall(requests):
-            return
-        os.sched_yield()
-    start = time.monotonic()
-    while not testall(requests):
-        waited = time.monotonic() - start
-        if timeout and waited > timeout:
-            raise Silence(sorted({peer for r, peer in zip(requests, peers, strict=True) if not r.Test()}))
-        if waited > NAP_AFTER:
-            time.sleep(NAP)
-        else:
-            os.sched_yield()
+def _duplicate(comm: Any, patience: Patience) -> Any:
+    ours, request = comm.Idup()
+    try:
+        patience.wait(request.Test)
+    except BaseException:
+        _stuck.append([request, ours])
+        raise
+    return ours
+
+
+@contextlib.contextmanager
+def _watched(timeout: float, what: str) -> Iterator[None]:
+    """End the job if a call that MPI has no waiting-free form of does not come back by the deadline."""
+    watch = threading.Timer(timeout, abort, [f"{what} did not end in {timeout:g} s: ending the job"])
+    watch.daemon = True
+    if timeout:
+        watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
 
 
 @cache

@@ -57,7 +57,7 @@ class Session:
     def consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         """Go to the descriptions at once, having told the others so by way of the agreed plan."""
         if self._agreed is not None:
-            self._pass(self._exchange_of(self._agreed), CONSULT, 0, 0, None)
+            self._pass(self._exchange_of(self._agreed), CONSULT, 0, 0)
         return [each.values for each in self._negotiate(lambda: description, error)]
 
     def _run(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:
@@ -69,16 +69,16 @@ class Session:
             except Exception as error:  # a device may fail here, while the others can still be told
                 attempt, status = Attempt(None, None, error), ERROR
         digest = 0 if attempt.signature is None else attempt.signature.digest
-        return attempt, self._pass(exchange, status, digest, attempt.check, attempt.state)
+        return attempt, self._pass(exchange, status, digest, attempt.check)
 
     def _status(self, attempt: Attempt) -> int:
         if attempt.error is not None or attempt.signature is None:
             return ERROR
         return 0 if self._agreed is not None and attempt.signature.wire == self._agreed.wire else OTHER
 
-    def _pass(self, exchange: Exchange, status: int, digest: int, check: int, state: PartialState | None) -> Header:
+    def _pass(self, exchange: Exchange, status: int, digest: int, check: int) -> Header:
         self._channel.step += 1
-        return self._channel.call(exchange.run, Header(self._channel.step, status, digest, check), state)
+        return self._channel.call(exchange.run, Header(self._channel.step, status, digest, check))
 
     @staticmethod
     def _result(exchange: Exchange, attempt: Attempt, out: PartialState | None) -> PartialState | None:
@@ -89,11 +89,11 @@ class Session:
         found = self._exchanges.get(agreed.wire)
         if found is None:
             if len(self._exchanges) >= KEPT_EXCHANGES:
-                del self._exchanges[next(iter(self._exchanges))]
+                self._channel.retire(self._exchanges.pop(next(iter(self._exchanges))).transport)
             root, shape, dtype = agreed.wire
             payload = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
             plan = self._plan_for(payload, root)
-            found = Exchange(plan, self._channel.transport, shape, dtype, self._channel.tally)
+            found = Exchange(plan, self._channel.branch(), shape, dtype, self._channel.tally)
             self._exchanges[agreed.wire] = found
         return found
 

@@ -7,7 +7,7 @@ A state is three numbers per query and head, ``m`` = max logit, ``l`` = sum of e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -40,6 +40,9 @@ class StateOps(Protocol):
 
     def merge(self, out: Array, sources: list[Array]) -> None:
         """Write the merge of ``sources``, taken in this order, to ``out``, which may be one of them."""
+
+    def prepare_merge(self, out: Array, sources: list[Array]) -> Callable[[], None]:
+        """Give a function that merges ``sources`` to ``out``, which stay where they are, each time it is called."""
 
     def finish(self, packed: Array, sink: Array | None) -> tuple[Array, Array]:
         """Give (out, lse) of shapes (B, Hq, Tq, Dv) and (B, Hq, Tq), natural base; ``sink`` (Hq,) or None."""

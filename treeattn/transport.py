@@ -4,36 +4,44 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "SelfTransport", "Silence", "Transport"]
+__all__ = ["Bytes", "Mark", "SelfTransport", "Silence", "Transport"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
-class Silence(Exception):  # noqa: N818 - a fact that the communicator turns into a RankTimeout
-    """Nothing came from ``ranks`` before the deadline."""
+class Mark(NamedTuple):
+    """How far a rank is: the step of its communicator, and the round of the plan in that step."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"nothing came from ranks {list(ranks)}")
-        self.ranks = tuple(ranks)
+    step: int
+    round: int
+
+
+class Silence(Exception):  # noqa: N818 - a fact that the communicator turns into a RankTimeout
+    """Not all that was awaited came before the deadline, or another rank has already called the roll."""
+
+    def __init__(self, round: int = 0) -> None:
+        super().__init__("not all that was awaited came in time")
+        self.round = round
 
 
 class Transport(ABC):
     """Ranks that can send each other bytes.
 
     Messages from one rank to another under one tag arrive in the order they were sent; nothing else is promised
-    about order, and a send may wait for its receive. No method but `wait` and `allgather` waits for other ranks,
-    and those two end with `Silence` at the deadline.
+    about order, and a send may wait for its receive. `wait` and `allgather` end with `Silence` at the deadline, and
+    also, when they have waited for some milliseconds, if another rank has called the roll: who waits for a rank
+    that itself waits for a missing one then learns of that in time.
     """
 
     rank: int
     size: int
     timeout: float
-    """Seconds that a wait may take; 0 waits for ever."""
+    """Seconds that a wait may take; 0 waits for ever. A branch has that of the transport it was made from."""
 
     @abstractmethod
     def isend(self, data: Bytes, dest: int, tag: int) -> Any:
@@ -44,19 +52,33 @@ class Transport(ABC):
         """Start to receive at most ``data.size`` bytes; give the request."""
 
     @abstractmethod
-    def wait(self, requests: list[Any], peers: Sequence[int]) -> None:
-        """Wait until all ``requests`` are complete.
+    def send_init(self, data: Bytes, dest: int, tag: int) -> Any:
+        """Prepare to send ``data`` any number of times; give a request for `start`."""
 
-        Parameters
-        ----------
-        requests : list
-        peers : sequence of int
-            Whom each request is with.
+    @abstractmethod
+    def recv_init(self, data: Bytes, source: int, tag: int) -> Any:
+        """Prepare to receive at most ``data.size`` bytes any number of times; give a request for `start`."""
+
+    @abstractmethod
+    def start(self, requests: list[Any]) -> None:
+        """Start prepared requests, each of which is complete or was never started."""
+
+    @abstractmethod
+    def wait(self, requests: Sequence[Any]) -> None:
+        """Wait until all ``requests`` are complete.
 
         Raises
         ------
         Silence
-            Some are not complete at the deadline.
+            Some are not complete at the deadline, or the roll is called.
+        """
+
+    @abstractmethod
+    def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
+        """Tell all ranks how far this one is, and give, by rank, what they tell within ``grace`` seconds.
+
+        Whoever is missing in the answer is neither waiting here nor on its way to. Nothing else may be done with
+        this transport afterwards but `abandon`.
         """
 
     @abstractmethod
@@ -68,6 +90,14 @@ class Transport(ABC):
         """Make a transport of the same ranks whose messages never meet this one's; collective."""
 
     @abstractmethod
+    def branch(self) -> Transport:
+        """Make a `dup` that shares this one's deadline and roll; collective.
+
+        Receives that one plan has started ahead would swallow another's messages, and both would then wait for
+        ever: each plan has a branch of its own.
+        """
+
+    @abstractmethod
     def shared_memory_group(self) -> int:
         """Give a number that is equal on ranks that share memory; collective."""
 
@@ -77,7 +107,7 @@ class Transport(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Give everything back; collective."""
+        """Give everything back, receives that are started among it; collective."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -99,8 +129,23 @@ class SelfTransport(Transport):
         """Never called: plans for one rank have no messages."""
         raise NotImplementedError
 
-    def wait(self, requests: list[Any], peers: Sequence[int]) -> None:
+    def send_init(self, data: Bytes, dest: int, tag: int) -> Any:
+        """Never called."""
+        raise NotImplementedError
+
+    def recv_init(self, data: Bytes, source: int, tag: int) -> Any:
+        """Never called."""
+        raise NotImplementedError
+
+    def start(self, requests: list[Any]) -> None:
+        """There is nothing to start."""
+
+    def wait(self, requests: Sequence[Any]) -> None:
         """There is nothing to wait for."""
+
+    def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
+        """Nobody else is here."""
+        return {0: mark}
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Give this rank's data back."""
@@ -109,6 +154,8 @@ class SelfTransport(Transport):
     def dup(self) -> SelfTransport:
         """Make another."""
         return SelfTransport()
+
+    branch = dup
 
     def shared_memory_group(self) -> int:
         """There is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -70,6 +70,10 @@ class FakeOps:
         """Merge on the device."""
         self._record("merge")
         self._host.merge(out._memory, [source._memory for source in sources])
+
+    def prepare_merge(self, out: Any, sources: list[Any]) -> Callable[[], None]:
+        """Give a function that merges on the device."""
+        return lambda: self.merge(out, sources)
 
     def finish(self, packed: Any, sink: Array | None) -> tuple[Array, Array]:
         """Finish on the device; what comes out is for the caller, so it is a NumPy array."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from treeattn.errors import CommError, InputError, RankTimeout
-from treeattn.transport import Bytes, Silence, Transport
+from treeattn.transport import Bytes, Mark, Silence, Transport
 
 __all__ = ["ThreadTransport", "run_ranks"]
 
@@ -32,6 +32,18 @@ class _Request:
 
     data: Bytes
     done: bool = False
+
+
+@dataclass(eq=False)
+class _Prepared:
+    """A request that can be started again and again."""
+
+    post: Callable[[], _Request]
+    started: _Request | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.started is None or self.started.done
 
 
 @dataclass(eq=False)
@@ -57,7 +69,8 @@ class _World:
         self.size, self.hosts, self.rendezvous = size, hosts, rendezvous
         self.changed = threading.Condition()
         self.channels: defaultdict[tuple[Any, ...], _Channel] = defaultdict(_Channel)
-        self.waiting: dict[int, list[_Request]] = {}
+        self.waiting: dict[int, Sequence[_Request | _Prepared]] = {}
+        self.rolls: defaultdict[tuple[int, ...], dict[int, Mark]] = defaultdict(dict)
         self.left: set[int] = set()
         self.stopped: str | None = None
         self._random = None if seed is None else random.Random(seed)
@@ -93,6 +106,7 @@ class ThreadTransport(Transport):
     def __init__(self, world: _World, rank: int, context: tuple[int, ...] = ()) -> None:
         self.rank, self.size, self.timeout = rank, world.size, 0.0
         self._world, self._context, self._duplicates = world, context, 0
+        self._roll = context
 
     def isend(self, data: Bytes, dest: int, tag: int) -> _Request:
         """Start to send."""
@@ -112,7 +126,20 @@ class ThreadTransport(Transport):
             self._world.channels[(self._context, source, self.rank, tag)].receives.append(request)
         return request
 
-    def wait(self, requests: list[_Request], peers: Sequence[int]) -> None:
+    def send_init(self, data: Bytes, dest: int, tag: int) -> _Prepared:
+        """Prepare to send."""
+        return _Prepared(lambda: self.isend(data, dest, tag))
+
+    def recv_init(self, data: Bytes, source: int, tag: int) -> _Prepared:
+        """Prepare to receive."""
+        return _Prepared(lambda: self.irecv(data, source, tag))
+
+    def start(self, requests: list[_Prepared]) -> None:
+        """Start prepared requests."""
+        for request in requests:
+            request.started = request.post()
+
+    def wait(self, requests: Sequence[_Request | _Prepared]) -> None:
         """Wait until all are complete, or no rank can go on."""
         world, deadline = self._world, time.monotonic() + self.timeout if self.timeout else None
         with world.changed:
@@ -121,21 +148,31 @@ class ThreadTransport(Transport):
             world.changed.notify_all()
             try:
                 while not all(request.done for request in requests):
-                    self._wait_once(requests, peers, deadline)
+                    self._wait_once(deadline)
             finally:
                 del world.waiting[self.rank]
 
-    def _wait_once(self, requests: list[_Request], peers: Sequence[int], deadline: float | None) -> None:
+    def _wait_once(self, deadline: float | None) -> None:
         world = self._world
         if world.stuck():
             world.stop("no rank can go on: each waits for another")
         if world.stopped:
             raise CommError(world.stopped)
         left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            raise Silence(sorted({peer for r, peer in zip(requests, peers, strict=True) if not r.done}))
+        if world.rolls[self._roll] or (left is not None and left <= 0):
+            raise Silence
         world.changed.wait(left)
         world.progress()
+
+    def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
+        """Ask who is there."""
+        world = self._world
+        with world.changed:
+            roll = world.rolls[self._roll]
+            roll[self.rank] = mark
+            world.changed.notify_all()
+            world.changed.wait_for(lambda: len(roll) == self.size or world.stopped, grace)
+            return dict(roll)
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Give every rank's data."""
@@ -146,13 +183,19 @@ class ThreadTransport(Transport):
         found = {rank: np.empty(mine.size, np.uint8) for rank in others}
         requests = [self.irecv(found[rank], rank, GATHER_TAG) for rank in others]
         requests += [self.isend(mine, rank, GATHER_TAG) for rank in others]
-        self.wait(requests, [*others, *others])
+        self.wait(requests)
         return [data if rank == self.rank else found[rank].tobytes() for rank in range(self.size)]
 
     def dup(self) -> ThreadTransport:
         """Make another of the same ranks; ranks that duplicate in the same order get matching ones."""
         self._duplicates += 1
         return type(self)(self._world, self.rank, (*self._context, self._duplicates))
+
+    def branch(self) -> ThreadTransport:
+        """Make one for a plan."""
+        made = self.dup()
+        made.timeout, made._roll = self.timeout, self._roll
+        return made
 
     def shared_memory_group(self) -> int:
         """Lowest rank with the same host label."""
@@ -254,7 +297,7 @@ def _join(threads: list[threading.Thread], world: _World, timeout: float) -> Non
         world.stop(f"still running after {timeout} s: {', '.join(thread.name for thread in late)}")
     for thread in late:
         thread.join(1)
-    raise RankTimeout(world.stopped)
+    raise RankTimeout(str(world.stopped))
 
 
 def _worst(failures: dict[int, BaseException], world: _World) -> BaseException:
