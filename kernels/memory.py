@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 types: Any = _types  # untyped: so are the functions made of them
 
-__all__ = ["call_part", "itemsize", "next_task", "pointer"]
+__all__ = ["call_part", "itemsize", "load_acquire", "next_task", "pointer", "store_release"]
 
 
 def _pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
@@ -54,6 +54,23 @@ def _next_task(typingctx: Any, counter: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
+def _load_acquire(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(at, "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+def _store_release(typingctx: Any, address: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(args[1], at, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 pointer: Any = intrinsic(_pointer)
 """``pointer(address, np.float32)[i]`` is the i-th float32 at that address (int64)."""
 
@@ -65,3 +82,9 @@ call_part: Any = intrinsic(_call_part)
 
 next_task: Any = intrinsic(_next_task)
 """``next_task(address)`` takes the next number from the counter (int64) there; several threads may ask at once."""
+
+load_acquire: Any = intrinsic(_load_acquire)
+"""``load_acquire(address)`` is the int64 there; nothing that is read after it is read before it."""
+
+store_release: Any = intrinsic(_store_release)
+"""``store_release(address, value)`` stores an int64 there, after all that was written before."""

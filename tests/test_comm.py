@@ -270,7 +270,7 @@ def message_of(call):
     ("options", "text"),
     [
         ({"hosts": ["a"]}, "hosts: expected 2 labels, one per rank, got 1 (a)"),
-        ({"plan": "spiral"}, "plan: expected 'auto', 'flat', 'oneshot', 'binary', a pair of radices"),
+        ({"plan": "spiral"}, "plan: expected 'auto', 'shared', 'flat', 'oneshot', 'binary', a pair of radices"),
         ({"deterministic": 1}, "deterministic: expected True or False, got 1"),
         ({"timeout": -1}, "timeout: expected seconds, 0 for no limit, got -1"),
         ({"timeout": "soon"}, "timeout: expected seconds, 0 for no limit, got 'soon'"),
@@ -516,7 +516,7 @@ def test_what_is_cut_short_in_the_middle_is_broken(failure):
     armed = []
 
     def body(transport):
-        comm = TreeComm(Failing(transport._world, transport.rank))
+        comm = TreeComm(Failing(transport._world, transport.rank), plan="flat")
         comm.allreduce(states_of(2)[comm.rank])
         comm.rank or armed.append(True)
         expected = KeyboardInterrupt if isinstance(failure, KeyboardInterrupt) and comm.rank == 0 else CommError

@@ -201,6 +201,13 @@ FOUNDATION = {"errors", "arrays", "positions", "inputs", "state"}
 ABOVE_BOTH_SIDES = {"local", "distributed", "cache"}
 TOOLS = {"cli", "doctor", "testing", "__main__", "treeattn"}
 
+EXCEPTIONS = {
+    # A state finds its backend's operations when it is made from nothing: the one way up, and only inside a function.
+    "treeattn.state": {"treeattn.backends.registry"},
+    # What makes shared memory fast and safe is compiled; it knows of packed rows, and nothing of attention.
+    "treeattn.window": {"treeattn.kernels.window"},
+}
+
 
 @cache
 def parsed(module):
@@ -223,8 +230,7 @@ def imports(module, *, lazy):
             pending += node.orelse
         elif lazy or not isinstance(node, ast.FunctionDef):
             pending += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
-    # A state finds its backend's operations when it is made from nothing: the one way up, and only inside a function.
-    return found - {module} - ({"treeattn.backends.registry"} if module == "treeattn.state" else set())
+    return found - {module} - EXCEPTIONS.get(module, set())
 
 
 def part(module):

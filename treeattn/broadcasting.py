@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from treeattn.arrays import KV_DTYPES, narrow_dtype
 from treeattn.errors import InputError
-from treeattn.executor import Tally
 from treeattn.plan import Plan
+from treeattn.rounds import Tally
 from treeattn.transport import Bytes, Transport
 
 __all__ = ["broadcast", "check_alike", "describe", "sendable"]
@@ -62,4 +62,4 @@ def _send_piece(plan: Plan, transport: Transport, piece: Bytes, tally: Tally) ->
         transport.wait(requests)
         for dest in dests:
             tally.sent(dest, piece.size)
-    tally.ran(plan)
+    tally.ran(len(plan.rounds), plan.rounds_between)

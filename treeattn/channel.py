@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from treeattn.errors import CommError, RankTimeout
-from treeattn.executor import Tally
 from treeattn.guard import Guard
+from treeattn.rounds import Tally
 from treeattn.transport import Mark, Silence, Transport
+from treeattn.window import Window
 
 __all__ = ["Channel"]
 
@@ -38,6 +39,7 @@ class Channel:
         self.rank, self.size = transport.rank, transport.size
         self.step, self.freed = 0, False
         self._branches: list[Transport] = []
+        self.window: Window | None = None
         self.name_hosts(("unknown",) * self.size)
 
     def name_hosts(self, hosts: tuple[str, ...]) -> None:
@@ -104,6 +106,7 @@ class Channel:
         with self.guard:
             self.guard.close("this communicator was freed")
             self.freed = True
+            self.window = None
             for transport in (*self._branches, self.transport):
                 transport.free()
 

@@ -21,6 +21,7 @@ from treeattn.planner import choose_radices, plan_allreduce, plan_bcast, plan_re
 from treeattn.session import Session
 from treeattn.state import PartialState
 from treeattn.transport import Transport
+from treeattn.window import STATE_BYTES, open_window
 
 __all__ = ["TYPICAL_PAYLOAD", "TreeComm", "as_tree_comm"]
 
@@ -44,8 +45,9 @@ class TreeComm:
         One label per rank; ranks with one label form a subtree. By default ranks share a host where the host name
         and MPI's shared-memory split both say so. ``TREEATTN_HOSTS`` (comma-separated) does the same.
     plan : str, pair, Radices or Plan
-        "auto", a name ("flat", "oneshot", "binary"), radices (inside a host, between hosts), each a number or
-        "all", or a plan whose radices are taken.
+        "auto", a name ("shared", "flat", "oneshot", "binary"), radices (inside a host, between hosts), each a number or
+        "all", the first also "shared", or a plan whose radices are taken. Shared memory is used where ranks of a host
+        have it and a state is at most 64 KiB, messages elsewhere; that changes no bits.
     deterministic : bool
         Carry rank states unmerged and merge them in rank order: more bytes, and bits that do not depend on hosts.
     timeout : float, optional
@@ -112,6 +114,7 @@ class TreeComm:
         transport.timeout = settings.timeout
         channel.name_hosts(settings.hosts or map_hosts(transport, names, self.consult))
         settings.check_plan(channel.hosts)
+        channel.window = open_window(channel.hosts, self.rank, self.consult)
         self._radices, self.deterministic = settings.radices, settings.deterministic
 
     @property
@@ -140,7 +143,9 @@ class TreeComm:
         return plan_reduce(self.hosts, root, radices, deterministic=self.deterministic)
 
     def _radices_for(self, payload_bytes: int) -> Radices:
-        return self._radices or choose_radices(self.hosts, payload_bytes)
+        shared = self._channel.window is not None and payload_bytes <= STATE_BYTES
+        radices = self._radices or choose_radices(self.hosts, payload_bytes, shared=shared)
+        return radices if shared or radices.inside != "shared" else replace(radices, inside=None)
 
     @property
     def stats(self) -> Stats:
@@ -185,7 +190,10 @@ class TreeComm:
         InputError
             On every rank, if any rank's argument is wrong or the states differ in shape or dtype.
         """
-        merged = self.exchange(self._attempt("allreduce", state, None), out=out)
+        with self._guard:
+            merged = self._session.quick(state, out)
+            if merged is None:
+                merged = self._exchange(self._attempt("allreduce", state, None), out)
         assert merged is not None, "without a root, every rank has the result"
         return merged
 
@@ -275,12 +283,15 @@ class TreeComm:
             None on ranks that are not the root, where there is one.
         """
         with self._guard:
-            attempt = attempt if out is None else _with_out(attempt, out)
-            if self.size > 1:
-                return self._session.merge(attempt, out)
-            if attempt.error is not None or attempt.state is None:
-                raise attempt.error or InputError.of("attempt", expected="a state or an error", got="neither")
-            return attempt.state if out is None else _copy(attempt.state, out)
+            return self._exchange(attempt, out)
+
+    def _exchange(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
+        attempt = attempt if out is None else _with_out(attempt, out)
+        if self.size > 1:
+            return self._session.merge(attempt, out)
+        if attempt.error is not None or attempt.state is None:
+            raise attempt.error or InputError.of("attempt", expected="a state or an error", got="neither")
+        return attempt.state if out is None else _copy(attempt.state, out)
 
     def consult(
         self,

@@ -155,6 +155,10 @@ class MpiTransport(Transport):
             _stuck.append(requests)
             raise
 
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Wait for what is no message."""
+        self._patience.wait(ready)
+
     def allgather(self, data: bytes) -> list[bytes]:
         """Give every rank's data."""
         length, found = len(data), bytearray(len(data) * self.size)

@@ -30,15 +30,15 @@ class Radices:
 
     Parameters
     ----------
-    inside : int or None
-        Between the ranks of a host.
+    inside : int, None or "shared"
+        Between the ranks of a host; "shared" is through memory that they share, all in one round.
     between : int or None
         Between hosts. The bits of a result do not depend on it.
     flat : bool
         Ignore the hosts: every rank exchanges with every other, by the radix ``between``.
     """
 
-    inside: int | None = None
+    inside: int | Literal["shared"] | None = None
     between: int | None = None
     flat: bool = False
 
@@ -67,12 +67,16 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Messages that travel in parallel, and the merges that follow them."""
+    """Messages that travel in parallel, and the merges that follow them.
+
+    In a ``shared`` round they stand for what ranks of a host read in memory where the others publish, and none is sent.
+    """
 
     level: Level
     action: Action
     messages: tuple[Message, ...]
     merges: tuple[Merge, ...] = ()
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,8 @@ class Plan:
     def __str__(self) -> str:
         ranks, hosts = _count(self.size, "rank"), _count(len(set(self.hosts)), "host")
         kind = f"{self.operation} over {ranks} on {hosts}, radices {self.radices}"
-        cost = f"{_count(len(self.rounds), 'round')}, {_count(sum(len(r.messages) for r in self.rounds), 'message')}"
+        messages = sum(len(each.messages) for each in self.rounds if not each.shared)
+        cost = f"{_count(len(self.rounds), 'round')}, {_count(messages, 'message')}"
         return f"{kind}{', deterministic' * self.deterministic}: {cost}"
 
     def steps(self, rank: int) -> tuple[RankRound, ...]:
@@ -213,6 +218,7 @@ class Plan:
         - between hosts ceil(log_r H) rounds; a round that starts with each leader holding h host states has
           min(r - 1, ceil(H / h) - 1) messages per leader; H (H - 1) S bytes in all, whatever r is.
 
+        Inside hosts in shared memory, there are one round up and one down, and no messages; on one host one round.
         ``flat`` is the case of n hosts with one rank each. A deterministic plan sends all its ranks' states where
         a host would send one: n (H - 1) S bytes between hosts. A reduce takes n - 1 messages up and n - 1 of 32
         bytes down, H - 1 of each between hosts; in one round per level, (n - 1) (S + 32) bytes. A bcast takes
@@ -222,7 +228,7 @@ class Plan:
         per device (arXiv 2408.04093, section 5), with messages that are the library's affair.
         """
         sent = [[0, 0, 0, 0] for _ in self.hosts]
-        for message in (message for each in self.rounds for message in each.messages):
+        for message in (message for each in self.rounds if not each.shared for message in each.messages):
             size, between = self.message_bytes(message.slots, payload_bytes), self.crosses(message)
             tally = sent[message.source]
             for index, more in enumerate((1, size, between, between * size)):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, zip_longest
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from treeattn.errors import InputError
 from treeattn.plan import Action, Level, Merge, Message, Plan, Radices, Round
@@ -26,6 +26,7 @@ __all__ = ["NAMED_RADICES", "choose_radices", "parse_radices", "plan_allreduce",
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 NAMED_RADICES = {
+    "shared": Radices(inside="shared"),
     "flat": Radices(flat=True),
     "oneshot": Radices(inside=None, between=None),
     "binary": Radices(inside=2, between=2),
@@ -42,8 +43,16 @@ ONESHOT = 8
 """Up to so many meet in one round of a level; above, the smallest radix that needs no more rounds than this one."""
 
 
-def choose_radices(hosts: Sequence[str], payload_bytes: int) -> Radices:
+def choose_radices(hosts: Sequence[str], payload_bytes: int, *, shared: bool = False) -> Radices:
     """Give the default radices, a pure function of layout and payload.
+
+    Parameters
+    ----------
+    hosts : sequence of str
+        One label per rank.
+    payload_bytes : int
+    shared : bool
+        Whether the ranks of each host share memory in which such a payload has room.
 
     Examples
     --------
@@ -51,6 +60,8 @@ def choose_radices(hosts: Sequence[str], payload_bytes: int) -> Radices:
     ('flat,all', 'all,all')
     """
     groups = group_ranks(hosts)
+    if shared:
+        return Radices("shared", _balanced_radix(len(groups)))
     if len(groups) == 1 and len(hosts) <= FLAT_RANKS and payload_bytes <= FLAT_BYTES:
         return Radices(flat=True)
     return Radices(_balanced_radix(max(map(len, groups))), _balanced_radix(len(groups)))
@@ -92,7 +103,7 @@ def parse_radices(plan: Any) -> Radices | None:
     if isinstance(plan, Sequence) and len(plan) == 2:
         if plan[0] == "flat":
             return Radices(between=_radix(plan[1]), flat=True)
-        return Radices(_radix(plan[0]), _radix(plan[1]))
+        return Radices("shared" if plan[0] == "shared" else _radix(plan[0]), _radix(plan[1]))
     return _refuse_plan(plan if not isinstance(plan, list) else ",".join(map(str, plan)))
 
 
@@ -143,10 +154,12 @@ def plan_bcast(hosts: Iterable[str], root: int, radices: Radices | None = None) 
 @lru_cache(maxsize=256)
 def _allreduce(hosts: tuple[str, ...], radices: Radices, deterministic: bool) -> Plan:
     groups = _groups(hosts, radices)
+    if radices.inside == "shared" and len(groups) == 1 and not radices.flat:
+        return Plan("allreduce", None, hosts, radices, deterministic, _meeting(groups[0]))
     up, blocks = _up(groups, radices, deterministic)
     across = _exchange(groups, blocks, radices.between)
     rounds = _then_merge([*up, *across], _leader_merges(groups, blocks))
-    down = _together("inside", "broadcast", [_spread(group, radices.inside, 1) for group in groups])
+    down = _inside(radices, "broadcast", [_spread(group, _messages(radices.inside), 1) for group in groups])
     return Plan("allreduce", None, hosts, radices, deterministic, (*rounds, *down))
 
 
@@ -158,7 +171,7 @@ def _reduce(hosts: tuple[str, ...], root: int, radices: Radices, deterministic: 
     across = _together("between", "gather", [_gather(leaders, blocks, radices.between)])
     rounds = _then_merge([*up, *across], _leader_merges(groups, blocks)[:1])
     answer = _together("between", "acknowledge", [_spread(leaders, radices.between, 0)])
-    answers = _together("inside", "acknowledge", [_spread(group, radices.inside, 0) for group in groups])
+    answers = _inside(radices, "acknowledge", [_spread(group, _messages(radices.inside), 0) for group in groups])
     return Plan("reduce", root, hosts, radices, deterministic, (*rounds, *answer, *answers))
 
 
@@ -167,7 +180,7 @@ def _bcast(hosts: tuple[str, ...], root: int, radices: Radices) -> Plan:
     groups = _rooted(_groups(hosts, radices), root)
     leaders = tuple(group[0] for group in groups)
     across = _together("between", "broadcast", [_spread(leaders, radices.between, 1)])
-    down = _together("inside", "broadcast", [_spread(group, radices.inside, 1) for group in groups])
+    down = _together("inside", "broadcast", [_spread(group, _messages(radices.inside), 1) for group in groups])
     return Plan("bcast", root, hosts, radices, False, (*across, *down))
 
 
@@ -206,10 +219,28 @@ def _up(groups: Groups, radices: Radices, deterministic: bool) -> tuple[list[Rou
     they come unmerged, else the host's lowest rank.
     """
     if deterministic:
-        parts = [_gather(group, tuple((rank,) for rank in group), radices.inside) for group in groups]
-        return _together("inside", "gather", parts), groups
-    parts = [_reduction(tuple(sorted(group)), group[0], radices.inside) for group in groups]
-    return _together("inside", "reduce", parts), tuple((min(group),) for group in groups)
+        parts = [_gather(group, tuple((rank,) for rank in group), _messages(radices.inside)) for group in groups]
+        return _inside(radices, "gather", parts), groups
+    parts = [_reduction(tuple(sorted(group)), group[0], _messages(radices.inside)) for group in groups]
+    return _inside(radices, "reduce", parts), tuple((min(group),) for group in groups)
+
+
+def _inside(radices: Radices, action: Action, parts: Iterable[list[_Part]]) -> list[Round]:
+    """Go through rounds inside hosts, by messages or in shared memory."""
+    rounds = _together("inside", action, parts)
+    return [replace(each, shared=True) for each in rounds] if radices.inside == "shared" else rounds
+
+
+def _messages(inside: int | Literal["shared"] | None) -> int | None:
+    """In shared memory all meet in one round, as they do by messages of radix None."""
+    return None if inside == "shared" else inside
+
+
+def _meeting(ranks: tuple[int, ...]) -> tuple[Round, ...]:
+    """Let all ranks of the only host read all states in shared memory."""
+    alone = tuple((rank,) for rank in ranks)
+    rounds = _then_merge(_exchange(alone, alone, None), _leader_merges(alone, alone))
+    return tuple(replace(each, level="inside", shared=True) for each in rounds)
 
 
 def _reduction(group: tuple[int, ...], leader: int, radix: int | None) -> list[_Part]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from treeattn.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Header, Signature, conclude
 from treeattn.channel import Channel
-from treeattn.executor import Exchange
+from treeattn.executor import Exchange, Swap
 from treeattn.plan import Plan
 from treeattn.state import PartialState
 
@@ -38,9 +38,27 @@ class Session:
         self._channel, self._plan_for = channel, plan_for
         self._agreed: Signature | None = None
         self._exchanges: dict[Any, Exchange] = {}
+        self._swap: Swap | None = None
+        self._swapped = False
+
+    def quick(self, state: Any, out: PartialState | None) -> PartialState | None:
+        """Merge at once, if this call is like the last one and all ranks are on one host.
+
+        None where it is not, or where not all went well: `merge` then takes up where this ended.
+        """
+        swap = self._swap
+        if swap is None or not swap.fits(state) or not (out is None or swap.fits(out)):
+            return None
+        merged = PartialState(np.empty_like(state._packed), state.ops) if out is None else out
+        self._channel.step += 1
+        if self._channel.call(swap, state, merged, self._channel.step):
+            return merged
+        self._swapped = True
+        return None
 
     def merge(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         """Run the agreed plan until it ends clean, agreeing anew where that is what is missing."""
+        self._swap = None
         if self._agreed is None:
             self._describe(attempt)
             self._agreed = attempt.signature
@@ -52,10 +70,18 @@ class Session:
             # Equal digests are agreement: after a clean plan, or one to which all brought the same new signature.
             self._agreed = attempt.signature
             if header.status == 0:
+                self._swap = self._swap_like(exchange, attempt)
                 return self._result(exchange, attempt, out)
+
+    @staticmethod
+    def _swap_like(exchange: Exchange, attempt: Attempt) -> Swap | None:
+        if attempt.signature is None or attempt.signature.operation != "allreduce":
+            return None
+        return Swap.of(exchange, attempt.state, attempt.signature.digest)
 
     def consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         """Go to the descriptions at once, having told the others so by way of the agreed plan."""
+        self._swap = None
         if self._agreed is not None:
             self._pass(self._exchange_of(self._agreed), CONSULT, 0, 0)
         return [each.values for each in self._negotiate(lambda: description, error)]
@@ -77,7 +103,9 @@ class Session:
         return 0 if self._agreed is not None and attempt.signature.wire == self._agreed.wire else OTHER
 
     def _pass(self, exchange: Exchange, status: int, digest: int, check: int) -> Header:
-        self._channel.step += 1
+        if not self._swapped:  # else this step has begun
+            self._channel.step += 1
+        self._swapped = False
         return self._channel.call(exchange.run, Header(self._channel.step, status, digest, check))
 
     @staticmethod
@@ -93,7 +121,8 @@ class Session:
             root, shape, dtype = agreed.wire
             payload = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
             plan = self._plan_for(payload, root)
-            found = Exchange(plan, self._channel.branch(), shape, dtype, self._channel.tally)
+            channel = self._channel
+            found = Exchange(plan, channel.branch(), channel.window, shape, dtype, channel.tally)
             self._exchanges[agreed.wire] = found
         return found
 

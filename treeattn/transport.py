@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -74,6 +74,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready()``, for what is no message; ends like `wait`."""
+
+    @abstractmethod
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
         """Tell all ranks how far this one is, and give, by rank, what they tell within ``grace`` seconds.
 
@@ -142,6 +146,10 @@ class SelfTransport(Transport):
 
     def wait(self, requests: Sequence[Any]) -> None:
         """There is nothing to wait for."""
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Never called."""
+        raise NotImplementedError
 
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
         """Nobody else is here."""

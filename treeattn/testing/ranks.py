@@ -26,6 +26,10 @@ GATHER_TAG = -1
 """Tag of `ThreadTransport.allgather`; plans use the numbers of their rounds."""
 
 
+LOOK = 1e-3
+"""Seconds between looks at what nobody tells of."""
+
+
 @dataclass(eq=False, slots=True)
 class _Request:
     """One end of a message: a buffer, and whether the transfer is over."""
@@ -44,6 +48,17 @@ class _Prepared:
     @property
     def done(self) -> bool:
         return self.started is None or self.started.done
+
+
+@dataclass(eq=False)
+class _Condition:
+    """Something to wait for that is no message."""
+
+    ready: Callable[[], bool]
+
+    @property
+    def done(self) -> bool:
+        return self.ready()
 
 
 @dataclass(eq=False)
@@ -69,7 +84,7 @@ class _World:
         self.size, self.hosts, self.rendezvous = size, hosts, rendezvous
         self.changed = threading.Condition()
         self.channels: defaultdict[tuple[Any, ...], _Channel] = defaultdict(_Channel)
-        self.waiting: dict[int, Sequence[_Request | _Prepared]] = {}
+        self.waiting: dict[int, Sequence[_Request | _Prepared | _Condition]] = {}
         self.rolls: defaultdict[tuple[int, ...], dict[int, Mark]] = defaultdict(dict)
         self.left: set[int] = set()
         self.stopped: str | None = None
@@ -139,7 +154,12 @@ class ThreadTransport(Transport):
         for request in requests:
             request.started = request.post()
 
-    def wait(self, requests: Sequence[_Request | _Prepared]) -> None:
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Wait for what is no message."""
+        if not ready():
+            self.wait([_Condition(ready)])
+
+    def wait(self, requests: Sequence[_Request | _Prepared | _Condition]) -> None:
         """Wait until all are complete, or no rank can go on."""
         world, deadline = self._world, time.monotonic() + self.timeout if self.timeout else None
         with world.changed:
@@ -161,7 +181,7 @@ class ThreadTransport(Transport):
         left = None if deadline is None else deadline - time.monotonic()
         if world.rolls[self._roll] or (left is not None and left <= 0):
             raise Silence
-        world.changed.wait(left)
+        world.changed.wait(LOOK if left is None else min(left, LOOK))
         world.progress()
 
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:

@@ -1,0 +1,128 @@
+"""Swapping states through memory that the ranks of one host share: publish, wait for the others, merge.
+
+Each rank has two slots in the memory and takes them in turn; a use is one publishing of one of them. A slot is a
+flag, a header and a state, and its address is the state's. The flag is the number of the use, stored last and read
+first, by atomic operations that order all other accesses, on processors that would reorder them too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from numba import types as _types
+
+from treeattn.kernels.combine import merge_rows
+from treeattn.kernels.compilation import entry, inline
+from treeattn.kernels.memory import load_acquire, pointer, store_release
+
+types: Any = _types  # untyped: its names appear at run time
+
+__all__ = ["BEFORE_STATE", "DIFFERENT", "EQUAL", "HEADER", "WAITING", "collect_at", "publish_at", "swap_at"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+BEFORE_STATE = 64
+"""Bytes of a slot before its state; they begin with the flag."""
+
+HEADER = 32
+"""The last bytes before the state, which are the header."""
+
+EQUAL, DIFFERENT, WAITING = 0, 1, 2
+"""What a rank finds: all headers are its own; some are not; some rank has not published yet."""
+
+_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
+
+
+def publish_at() -> Any:
+    """Compiled: (slot, header address, state address, bytes of the state, use)."""
+    return _publish_state()
+
+
+def collect_at() -> Any:
+    """Compiled: (slots of the others, header address, use, spins, yields) to what is found there.
+
+    ``spins`` is how often to look at a flag before giving up the core, ``yields`` how often to do that at most.
+    """
+    return _collect_headers()
+
+
+def swap_at(dtype: np.dtype[Any]) -> Any:
+    """Compiled: a whole step of ranks that all merge all states.
+
+    Its arguments are the rank's state, the result, the slots of all ranks in the order of merging; the addresses of
+    this rank's slot, of its header and of room for a row, and spins; the step, the use, and yields. It publishes in
+    any case, and merges if what it finds and returns is ``EQUAL``.
+    """
+    return _swap_double() if dtype.itemsize == 8 else _swap_single()
+
+
+@entry("void(int64, int64, int64, int64, int64)")
+def _publish_state(slot: int, header: int, state: int, size: int, use: int) -> None:
+    _publish(slot, header, state, size, use)
+
+
+@entry("int64(int64[::1], int64, int64, int64, int64)")
+def _collect_headers(slots: Array, header: int, use: int, spins: int, yields: int) -> int:
+    found: int = _collect(slots, header, use, spins, yields)
+    return found
+
+
+@entry("int64(float32[:,:,:,::1], float32[:,:,:,::1], int64[::1], int64[::1], int64, int64, int64)")
+def _swap_single(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int) -> int:
+    found: int = _swap(state, out, slots, own, step, use, yields, np.float32)
+    return found
+
+
+@entry("int64(float64[:,:,:,::1], float64[:,:,:,::1], int64[::1], int64[::1], int64, int64, int64)")
+def _swap_double(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int) -> int:
+    found: int = _swap(state, out, slots, own, step, use, yields, np.float64)
+    return found
+
+
+@inline
+def _swap(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int, dtype: Any) -> int:
+    slot, header, row, spins = own[0], own[1], own[2], own[3]
+    pointer(header, np.int64)[0] = step
+    _publish(slot, header, state.ctypes.data, state.size * state.itemsize, use)
+    found = _collect(slots, header, use, spins, yields)
+    if found == EQUAL:
+        width = state.shape[3]
+        merge_rows(np.int64(out.ctypes.data), slots, state.size // width, width, row, dtype)
+    return found
+
+
+@inline
+def _publish(slot: int, header: int, state: int, size: int, use: int) -> None:
+    _copy(slot - HEADER, header, HEADER)
+    _copy(slot, state, size)
+    store_release(slot - BEFORE_STATE, use)
+
+
+@inline
+def _copy(target: int, source: int, size: int) -> None:
+    to, words = pointer(np.int64(target), np.uint32), pointer(np.int64(source), np.uint32)
+    for word in range(size // 4):
+        to[word] = words[word]
+
+
+@inline
+def _collect(slots: Array, header: int, use: int, spins: int, yields: int) -> int:
+    for slot in slots:
+        looks = 0
+        while load_acquire(slot - BEFORE_STATE) != use:
+            looks += 1
+            if looks == spins:
+                if yields == 0:
+                    return WAITING
+                _sched_yield()
+                yields -= 1
+                looks = 0
+    mine = pointer(header, np.int64)
+    for slot in slots:
+        theirs = pointer(slot - HEADER, np.int64)
+        for word in range(HEADER // 8):
+            if theirs[word] != mine[word]:
+                return DIFFERENT
+    return EQUAL

@@ -1,0 +1,256 @@
+"""One rank's part in one round of a plan, with its buffers, requests and merges prepared: by messages, or in a window.
+
+Both kinds of round have the same three methods, which `treeattn.executor` calls in turn: ``swap`` sends and receives
+and gives the headers that came, ``merge`` merges what came, and ``prepare`` makes ``merge`` ready for a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from treeattn.plan import HEADER_BYTES, RankRound, Stats
+from treeattn.state import PartialState, StateOps
+from treeattn.transport import Bytes, Silence, Transport
+from treeattn.window import Window, compiled
+
+__all__ = ["MessageRound", "Records", "Tally", "WindowRound"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+SPINS, YIELDS = 100, 16
+"""How often compiled code looks at a flag before it gives up the core, and does both before we look at the clock."""
+
+
+class Tally:
+    """Counts what this rank sends; `stats` is a snapshot."""
+
+    def __init__(self, hosts: tuple[str, ...], rank: int) -> None:
+        self._elsewhere = [host != hosts[rank] for host in hosts]
+        self._sent = [0, 0, 0, 0]
+        self._rounds = [0, 0]
+        self.collectives = 0
+
+    def sent(self, dest: int, size: int) -> None:
+        """Count one message."""
+        sent = self._sent
+        sent[0] += 1
+        sent[1] += size
+        if self._elsewhere[dest]:
+            sent[2] += 1
+            sent[3] += size
+
+    def ran(self, rounds: int, rounds_between: int) -> None:
+        """Count the rounds of a plan, in all and between hosts."""
+        self._rounds[0] += rounds
+        self._rounds[1] += rounds_between
+
+    @property
+    def stats(self) -> Stats:
+        """What was counted so far."""
+        (rounds, rounds_between), (messages, size, between, size_between) = self._rounds, self._sent
+        return Stats(rounds, messages, size, rounds_between, between, size_between, self.collectives)
+
+
+class Records:
+    """A rank's records, each a header and a packed state, in one host buffer from which messages are cut."""
+
+    def __init__(self, count: int, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.payload_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        self.stride = HEADER_BYTES + self.payload_bytes
+        self.buffer: Bytes = np.zeros(count * self.stride, np.uint8)
+        starts = range(0, count * self.stride, self.stride)
+        self.headers = [memoryview(self.buffer.data)[start : start + HEADER_BYTES] for start in starts]
+        self.payloads = [self.buffer[start + HEADER_BYTES : start + self.stride] for start in starts]
+
+    def cut(self, at: int, slots: int) -> Bytes:
+        """Give ``slots`` records from ``at`` on, as one message; without any, the header alone."""
+        start = at * self.stride
+        return self.buffer[start : start + (slots * self.stride or HEADER_BYTES)]
+
+    def load(self, state: PartialState) -> None:
+        """Copy a state to record 0."""
+        state.ops.to_host(state._packed, self.payloads[0])
+
+    def merger(self, ops: StateOps, on_host: bool, payloads: Sequence[Bytes]) -> Callable[[], None]:
+        """Give what merges ``payloads`` into record 0, in the order given, by ``ops``."""
+        if on_host:
+            return ops.prepare_merge(self.state(self.payloads[0]), [self.state(each) for each in payloads])
+        arrays = [ops.empty(self.shape, self.dtype) for _ in payloads]
+        merge = ops.prepare_merge(arrays[0], arrays)
+
+        def merge_on_device() -> None:
+            for payload, array in zip(payloads, arrays, strict=True):
+                ops.from_host(payload, array)
+            merge()
+            ops.to_host(arrays[0], self.payloads[0])
+
+        return merge_on_device
+
+    def state(self, payload: Bytes) -> Array:
+        """See a payload as the packed state that it is."""
+        return payload.view(self.dtype).reshape(self.shape)
+
+    def store(self, like: PartialState, out: PartialState | None) -> PartialState:
+        """Copy record 0 to ``out``, or to a new state of the backend that ``like`` has."""
+        if out is None:
+            out = PartialState(like.ops.empty(self.shape, self.dtype), like.ops)
+        out.ops.from_host(self.payloads[0], out._packed)
+        return out
+
+
+class MessageRound:
+    """A round of messages between this rank and others.
+
+    Parameters
+    ----------
+    step : RankRound
+    records : Records
+    transport : Transport
+    tally : Tally
+    busy : set of int
+        Records that receives can't be started for a step ahead, since they are in use until this round begins.
+
+    Attributes
+    ----------
+    ahead : list
+        Receives to start a step ahead.
+    """
+
+    def __init__(self, step: RankRound, records: Records, transport: Transport, tally: Tally, busy: set[int]) -> None:
+        self._transport, self._tally, self._records, self._step = transport, tally, records, step
+        cut, number = records.cut, step.number
+        sent = [(dest, cut(0, slots)) for dest, slots in step.sends]
+        self._sends = [transport.send_init(data, dest, number) for dest, data in sent]
+        self._receives = [transport.recv_init(cut(at, slots), source, number) for source, slots, at in step.receives]
+        late = [not busy.isdisjoint(places_of(each)) for each in step.receives]
+        self._late = [request for request, is_late in zip(self._receives, late, strict=True) if is_late]
+        self.ahead = [request for request, is_late in zip(self._receives, late, strict=True) if not is_late]
+        self._both = [*self._receives, *self._sends]
+        self._sizes = [(dest, data.size) for dest, data in sent]
+        self._alone = cut(0, 0)  # record 0's header, the whole message of a rank with no payload
+        self._headers = [records.headers[at] for _, _, at in step.receives]
+        self._mergers: list[Callable[[], None]] = []
+
+    def prepare(self, ops: StateOps, on_host: bool) -> None:
+        """Make ready to merge by ``ops``."""
+        records = self._records
+        self._mergers = [
+            records.merger(ops, on_host, [records.payloads[source] for source in sources])
+            for sources in self._step.merges
+        ]
+
+    def swap(self, full: bool) -> Sequence[memoryview]:
+        """Send and receive; without a payload, ``full`` false, headers alone are sent."""
+        if self._late:
+            self._transport.start(self._late)
+        if full:
+            if self._sends:
+                self._transport.start(self._sends)
+            awaited = self._both
+            for dest, size in self._sizes:
+                self._tally.sent(dest, size)
+        else:
+            awaited = [*self._receives, *map(self._send_header, (dest for dest, _ in self._sizes))]
+        try:
+            self._transport.wait(awaited)
+        except Silence as silence:
+            silence.round = self._step.number
+            raise
+        return self._headers
+
+    def _send_header(self, dest: int) -> Any:
+        self._tally.sent(dest, self._alone.size)
+        return self._transport.isend(self._alone, dest, self._step.number)
+
+    def merge(self) -> None:
+        """Merge what came."""
+        for merge in self._mergers:
+            merge()
+
+
+class WindowRound:
+    """A round in the window of this rank's host.
+
+    Parameters
+    ----------
+    step : RankRound
+    records : Records
+    transport : Transport
+        Its deadline is this round's too.
+    window : Window
+    ordinal : int
+        Which of the plan's rounds in windows it is.
+    """
+
+    ahead: tuple[Any, ...] = ()
+
+    def __init__(self, step: RankRound, records: Records, transport: Transport, window: Window, ordinal: int) -> None:
+        code = compiled()
+        self._step, self._records, self._transport, self._window = step, records, transport, window
+        self._publish, self._collect, self._waiting = code.publish_at(), code.collect_at(), code.WAITING
+        self._different, self._ordinal, self.published = code.DIFFERENT, ordinal, False
+        sources = [source for source, _, _ in step.receives]
+        self._slots = [np.array([window.address(rank, use) for rank in sources], np.int64) for use in (0, 1)]
+        self._headers = [[window.header(rank, use) for rank in sources] for use in (0, 1)]
+        self._mergers: list[list[Callable[[], None]]] = [[], []]
+        self._own = records.buffer.ctypes.data, records.payloads[0].ctypes.data
+
+    @property
+    def _use(self) -> int:
+        return self._window.use + self._ordinal
+
+    def prepare(self, ops: StateOps, on_host: bool) -> None:
+        """Make ready to merge, straight out of the window, by ``ops``; what is not merged is copied to its record."""
+        self._mergers = [self._prepare(ops, on_host, use) for use in (0, 1)]
+
+    def _prepare(self, ops: StateOps, on_host: bool, use: int) -> list[Callable[[], None]]:
+        records, size = self._records, self._records.payload_bytes
+        found = {at: self._window.payload(rank, use, size) for rank, slots, at in self._step.receives if slots}
+        if not self._step.merges:
+            return [_copier(records.payloads[at], payload) for at, payload in found.items()]
+        found.setdefault(0, records.payloads[0])
+        return [records.merger(ops, on_host, [found[at] for at in sources]) for sources in self._step.merges]
+
+    def swap(self, full: bool) -> Sequence[memoryview]:
+        """Publish and wait for the others; gives no headers where all are this rank's."""
+        use, (header, payload) = self._use, self._own
+        if self._step.sends and not self.published:
+            filled = full and any(slots for _, slots in self._step.sends)
+            self._publish(
+                self._window.address(self._transport.rank, use), header, payload,
+                self._records.payload_bytes if filled else 0, use,
+            )  # fmt: skip
+        self.published = False
+        slots, found = self._slots[use % 2], self._waiting
+
+        def all_are_here() -> bool:
+            nonlocal found
+            found = self._collect(slots, header, use, SPINS, YIELDS)
+            return bool(found != self._waiting)
+
+        try:
+            self._transport.wait_for(all_are_here)
+        except Silence as silence:
+            silence.round = self._step.number
+            raise
+        return self._headers[use % 2] if found == self._different else ()
+
+    def merge(self) -> None:
+        """Merge what came."""
+        for merge in self._mergers[self._use % 2]:
+            merge()
+
+
+def _copier(to: Bytes, payload: Bytes) -> Callable[[], None]:
+    return lambda: np.copyto(to, payload)
+
+
+def places_of(receive: tuple[int, int, int]) -> range:
+    """Give the records that a receive (source, slots, at) fills."""
+    _, slots, at = receive
+    return range(at, at + max(slots, 1))

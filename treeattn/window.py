@@ -1,0 +1,162 @@
+"""Memory that the ranks of one host share, in which they swap states without messages.
+
+It is a file in /dev/shm that each rank of the host maps and that loses its name at once, so that nothing is left of
+it when the ranks end, however they end. It is not an MPI window: its room is reserved when it is made, so that a
+small /dev/shm is an answer and not a bus error later; making it can't hang; and MPI need not be asked before its end.
+Whether ranks share memory is not believed but tried: each reads there what the first has written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from treeattn.plan import HEADER_BYTES
+from treeattn.topology import group_ranks
+from treeattn.transport import Bytes
+
+__all__ = ["STATE_BYTES", "Window", "compiled", "open_window"]
+
+Array: TypeAlias = npt.NDArray[Any]
+Consult: TypeAlias = Callable[..., list[dict[str, Any]]]
+
+FOLDER = Path("/dev/shm")
+
+STATE_BYTES = 64 * 1024
+"""Room for a state in each of a rank's two slots. Above it, every rank reading every state costs more than messages."""
+
+BEFORE_STATE = 64
+"""Bytes of a slot before the state: a flag, and, right before the state, a header."""
+
+SPINS, YIELDS = 200_000, 20
+CROWDED_SPINS, CROWDED_YIELDS = 100, 5_000
+"""Some milliseconds in all, with a core for each rank and without."""
+
+_SLOT = BEFORE_STATE + STATE_BYTES
+_TOKEN_BYTES = 32
+
+
+def compiled() -> ModuleType:
+    """Give the compiled code for windows, which loads numba."""
+    from treeattn.kernels import window
+
+    return window
+
+
+class Window:
+    """The slots of one host's ranks: two for each, taken in turn.
+
+    A rank may write to a slot again when everyone has read what it held two uses ago: every plan ends with every
+    rank having heard of every rank, so whoever is in a plan has seen all others begin it, and they have left the
+    plans before.
+
+    Parameters
+    ----------
+    memory : mmap
+    members : tuple of int
+        The ranks of the host.
+
+    Attributes
+    ----------
+    use : int
+        Uses so far, the same on every rank of the host between operations.
+    spins, yields : int
+        How often a swap looks at a flag before it gives up the core, and how often it does that before it becomes a
+        round like others: it may spin for long where every rank has a core.
+    """
+
+    def __init__(self, memory: mmap.mmap, members: tuple[int, ...], cores: int) -> None:
+        self._bytes: Bytes = np.frombuffer(memory, np.uint8)[_TOKEN_BYTES + (-_TOKEN_BYTES) % 64 :]
+        self._index = {rank: number for number, rank in enumerate(members)}
+        self._start = int(self._bytes.ctypes.data)
+        self.use, roomy = 0, cores >= len(members)
+        self.spins, self.yields = (SPINS, YIELDS) if roomy else (CROWDED_SPINS, CROWDED_YIELDS)
+
+    def _offset(self, rank: int, use: int) -> int:
+        return (2 * self._index[rank] + use % 2) * _SLOT + BEFORE_STATE
+
+    def address(self, rank: int, use: int) -> int:
+        """Address of a slot, which is that of its state."""
+        return self._start + self._offset(rank, use)
+
+    def header(self, rank: int, use: int) -> memoryview:
+        """Header in a slot."""
+        at = self._offset(rank, use)
+        return memoryview(self._bytes.data)[at - HEADER_BYTES : at]
+
+    def payload(self, rank: int, use: int, size: int) -> Bytes:
+        """State in a slot, as bytes."""
+        at = self._offset(rank, use)
+        return self._bytes[at : at + size]
+
+
+def open_window(hosts: tuple[str, ...], rank: int, consult: Consult) -> Window | None:
+    """Map memory with the other ranks of this host; collective over all hosts.
+
+    None where no two ranks share a host, and where the ranks of any host can't share memory: then all ranks use
+    messages, and rank 0 warns of it once.
+    """
+    (members,) = (group for group in group_ranks(hosts) if rank in group)
+    if len(set(hosts)) == len(hosts):
+        return None
+    with contextlib.ExitStack() as made:
+        token, size = secrets.token_bytes(_TOKEN_BYTES), 64 + 2 * len(members) * _SLOT
+        path, problem = "", None
+        try:
+            if members[0] == rank and len(members) > 1:
+                path = made.enter_context(_file(token, size))
+        except OSError as error:
+            problem = f"no room for {size} bytes in {FOLDER} of host {hosts[rank]}: {error.strerror}"
+        found = consult("TreeComm", (), {"path": path, "token": token.hex(), "cores": _cores()})
+        told = found[members[0]]
+        memory = None
+        try:
+            if len(members) > 1 and problem is None:
+                memory = _map(told["path"], bytes.fromhex(told["token"]), size)
+        except OSError as error:
+            problem = f"ranks {members[0]} and {rank} of host {hosts[rank]} do not share {FOLDER}: {error.strerror}"
+        problems = [each["problem"] for each in consult("TreeComm", (), {"problem": problem}) if each["problem"]]
+    if problems and rank == 0:
+        warnings.warn(f"{problems[0]}; ranks of one host will use messages", stacklevel=5)
+    if problems:
+        return None
+    cores = reduce(or_, (int(found[each]["cores"], 16) for each in members)).bit_count()
+    return Window(memory or mmap.mmap(-1, 64 + 2 * _SLOT), members, cores)
+
+
+def _cores() -> str:
+    """Give the cores that this rank may use, as the bits of a number."""
+    return f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"
+
+
+@contextlib.contextmanager
+def _file(token: bytes, size: int) -> Any:
+    """Make a file whose room is reserved and that begins with ``token``; it loses its name in the end."""
+    handle, path = tempfile.mkstemp(prefix="treeattn-", dir=FOLDER)
+    try:
+        with open(handle, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            file.write(token)
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def _map(path: str, token: bytes, size: int) -> mmap.mmap:
+    with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b") as file:
+        if os.fstat(file.fileno()).st_size != size or file.read(_TOKEN_BYTES) != token:
+            raise OSError(0, "it is another file")
+        return mmap.mmap(file.fileno(), size)
