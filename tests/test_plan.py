@@ -29,7 +29,7 @@ def host_maps(draw):
 
 
 RADIX = st.sampled_from([None, 2, 3, 4, 7])
-RADICES = st.builds(Radices, RADIX, RADIX, st.booleans())
+RADICES = st.builds(Radices, RADIX | st.just("shared"), RADIX, st.booleans())
 
 
 class Follower:
@@ -190,6 +190,19 @@ def test_a_flat_allreduce_is_one_of_single_rank_hosts(hosts, between):
     assert (total.messages, total.bytes) == (n * exchange_messages(n, between), n * (n - 1) * record)
 
 
+@given(host_maps(), RADIX)
+@MANY
+def test_in_shared_memory_only_leaders_send(hosts, between):
+    h, record = len(set(hosts)), HEADER_BYTES + PAYLOAD
+    plan = plan_allreduce(hosts, Radices("shared", between))
+    total = plan.predict(PAYLOAD).total
+    assert total.messages == total.messages_between == h * exchange_messages(h, between)
+    assert total.bytes == h * (h - 1) * record
+    inside = [each for each in plan.rounds if each.shared]
+    assert len(inside) == (0 if len(set(hosts)) == len(hosts) else 1 if h == 1 else 2)
+    assert not any(plan.crosses(message) for each in inside for message in each.messages)
+
+
 @given(host_maps())
 @MANY
 def test_a_deterministic_allreduce_carries_rank_states(hosts):
@@ -219,7 +232,8 @@ def test_a_prediction_adds_up_the_messages_of_each_rank(hosts, radices, determin
     prediction = plan.predict(PAYLOAD)
     assert prediction.total == Stats.total(prediction.per_rank)
     for rank, stats in enumerate(prediction.per_rank):
-        slots = [slots for step in plan.steps(rank) for _, slots in step.sends]
+        steps = [step for step in plan.steps(rank) if not plan.rounds[step.number].shared]
+        slots = [slots for step in steps for _, slots in step.sends]
         assert stats.messages == len(slots)
         assert stats.bytes == sum(slots) * (HEADER_BYTES + PAYLOAD)
 

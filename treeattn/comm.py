@@ -259,6 +259,7 @@ class TreeComm:
         if self.usable:
             self.consult("free", (), {})
             self._channel.free()
+            self._session.forget()
 
     def __enter__(self) -> TreeComm:
         return self

@@ -86,6 +86,11 @@ class Session:
             self._pass(self._exchange_of(self._agreed), CONSULT, 0, 0)
         return [each.values for each in self._negotiate(lambda: description, error)]
 
+    def forget(self) -> None:
+        """Let go of buffers and shared memory, when the communicator is freed."""
+        self._swap = None
+        self._exchanges.clear()
+
     def _run(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:
         """Take part in the agreed plan, with this rank's payload or with what keeps it from sending one."""
         status, state = self._status(attempt), attempt.state

@@ -145,7 +145,7 @@ def _cores() -> str:
 @contextlib.contextmanager
 def _file(token: bytes, size: int) -> Any:
     """Make a file whose room is reserved and that begins with ``token``; it loses its name in the end."""
-    handle, path = tempfile.mkstemp(prefix="treeattn-", dir=FOLDER)
+    handle, path = tempfile.mkstemp(prefix=f"treeattn-{os.getpid()}-", dir=FOLDER)
     try:
         with open(handle, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)

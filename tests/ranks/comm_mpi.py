@@ -1,10 +1,12 @@
 """What only MPI ranks can show: bare communicators, many of them, a rank that goes silent, a rank that dies."""
 
+import gc
 import json
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -30,15 +32,26 @@ def bare():
     wrapped = [as_tree_comm(comm) for comm in (world, half, None)]
     same = as_tree_comm(world) is wrapped[0] and wrapped[2] is wrapped[0] and as_tree_comm(half) is wrapped[1]
     means = [comm.allreduce(state(world.Get_rank())).finish().flat[0] for comm in wrapped]
+    before = open_things()
     for _ in range(40):
         with treeattn.TreeComm(world) as comm:
             comm.bcast(np.arange(3) if comm.rank == 0 else None)
+            comm.allreduce(state(comm.rank))
+    left_open = open_things() - before
     # User messages under any tag must not meet ours.
     request = world.irecv(source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG)
     wrapped[0].allreduce(state(0))
     world.send("mine", dest=(world.Get_rank() + 1) % world.Get_size(), tag=0)
     left = treeattn.TreeComm(half)  # never freed here: that is done before MPI ends
-    say(same=same, means=[float(mean) for mean in means], message=request.wait(), left=left.size)
+    left.allreduce(state(0))  # with receives started ahead
+    found = {"same": same, "means": [float(mean) for mean in means], "message": request.wait()}
+    say(**found, **{"left open": left_open})
+
+
+def open_things():
+    """Open files, and mapped windows."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")) + Path("/proc/self/maps").read_text().count("treeattn-")
 
 
 def hosts():
@@ -57,11 +70,12 @@ LEAVE = {
 }
 
 
-def silent(how):
+def silent(how, plan):
     """The last rank stays away; the others say so, and the job ends all the same."""
-    treeattn.merge([state(0), state(1)])  # compiles, which must not count as silence
-    MPI.COMM_WORLD.Barrier()
-    comm = treeattn.TreeComm(timeout=1.5, plan="2,2")  # a tree, in which some wait for ranks that wait themselves
+    with treeattn.TreeComm(plan=plan) as comm:
+        comm.allreduce(state(comm.rank))  # compiles, which must not count as silence
+        comm.allreduce(state(comm.rank))
+    comm = treeattn.TreeComm(timeout=1.5, plan=plan)
     comm.allreduce(state(comm.rank))
     if comm.rank == comm.size - 1:
         LEAVE[how]()

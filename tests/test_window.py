@@ -1,0 +1,224 @@
+"""Memory that ranks of one host share: bits as by messages, no allocation, nothing left, messages where it fails."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import tracemalloc
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import treeattn
+from treeattn import PartialState, TreeComm, window
+from treeattn.errors import InputError, RankTimeout
+from treeattn.plan import Radices
+from treeattn.testing import FakeBackend, run_ranks
+
+OPS = PartialState.identity((1, 1, 1, 1), backend="reference").ops
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    """Compile before ranks have to wait for it."""
+    for dtype in ("float32", "float64"):
+        run_ranks(2, lambda t, dtype=dtype: TreeComm(t).allreduce(state_of(t.rank, dtype=dtype)), timeout=120)
+
+
+def state_of(rank, heads=3, dtype="float32"):
+    rng = np.random.default_rng([rank, heads])
+    packed = rng.standard_normal((1, heads, 1, 6)).astype(dtype)
+    packed[..., -2] = np.abs(packed[..., -2])
+    return PartialState(packed, OPS)
+
+
+def bits(state):
+    return None if state is None else state.packed.tobytes()
+
+
+CALLS = {
+    "allreduce": lambda comm: comm.allreduce(state_of(comm.rank)),
+    "other heads": lambda comm: comm.allreduce(state_of(comm.rank, heads=2)),
+    "float64": lambda comm: comm.allreduce(state_of(comm.rank, dtype="float64")),
+    "too large": lambda comm: comm.allreduce(state_of(comm.rank, heads=window.STATE_BYTES // 24 + 1)),
+    "first": lambda comm: comm.reduce(state_of(comm.rank)),
+    "last": lambda comm: comm.reduce(state_of(comm.rank), root=comm.size - 1),
+}
+
+
+def outcomes(calls, hosts, **options):
+    def body(transport):
+        with TreeComm(transport, **options) as comm:
+            return [bits(CALLS[call](comm)) for call in calls]
+
+    return run_ranks(len(hosts), body, hosts=hosts)
+
+
+@given(
+    st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=8),
+    st.lists(st.sampled_from("abc"), min_size=2, max_size=6),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=40)
+def test_any_calls_in_any_order_give_the_bits_of_messages(calls, hosts, deterministic):
+    """Slots are taken in turn by all plans, so what matters is what ran before."""
+    by_messages = outcomes(calls, hosts, plan="oneshot", deterministic=deterministic)
+    assert outcomes(calls, hosts, deterministic=deterministic) == by_messages
+
+
+def test_states_of_one_host_need_no_message():
+    def body(transport):
+        comm = TreeComm(transport)
+        comm.allreduce(state_of(comm.rank))
+        before = comm.stats
+        comm.allreduce(state_of(comm.rank))
+        found = comm.stats - before
+        assert (found.rounds, found.messages, found.collectives) == (1, 0, 0)
+        return comm.plan.radices
+
+    assert run_ranks(3, body) == [Radices("shared")] * 3
+
+
+def test_states_on_a_device_go_through_memory_too():
+    def body(transport):
+        fake, mine = FakeBackend(), state_of(transport.rank)
+        there = fake.ops.empty(mine.packed.shape, "float32")
+        fake.ops.from_host(mine.packed.reshape(-1).view(np.uint8), there)
+        with TreeComm(transport) as comm:
+            merged = [comm.allreduce(PartialState(there, fake.ops)) for _ in range(3)]
+            return [each._packed._memory.tobytes() for each in merged]
+
+    right = bits(treeattn.merge([state_of(rank) for rank in range(3)]))
+    assert run_ranks(3, body) == [[right] * 3] * 3
+
+
+@pytest.mark.parametrize("hosts", ["hh", "hi", "hhii"])
+def test_a_step_allocates_no_array(hosts):
+    """A state has 2 KB here; what Python itself allocates, numbers and tuples, is far less."""
+    steps, size = 20, len(hosts)
+
+    def body(transport):
+        comm, state = TreeComm(transport), state_of(transport.rank, heads=90)
+        out = comm.allreduce(state)
+        for _ in range(3):
+            comm.allreduce(state, out=out)
+        comm.bcast(0)
+        if comm.rank == 0:
+            gc.collect()
+            tracemalloc.start()
+        comm.bcast(0)
+        before = tracemalloc.take_snapshot() if comm.rank == 0 else None
+        for _ in range(steps):
+            comm.allreduce(state, out=out)
+        if before is None:
+            return 0
+        peak = tracemalloc.get_traced_memory()[1]
+        arrays = [trace for trace in tracemalloc.take_snapshot().traces if trace.size >= state.nbytes]
+        tracemalloc.stop()
+        comm_arrays = [trace for trace in before.traces if trace.size >= state.nbytes]
+        assert len(arrays) == len(comm_arrays)
+        return peak
+
+    assert run_ranks(size, body, hosts=list(hosts))[0] < 1_000_000
+
+
+def mapped():
+    return Path("/proc/self/maps").read_text().count("treeattn-")
+
+
+def test_nothing_is_left():
+    def body(transport):
+        for _ in range(40):
+            with TreeComm(transport) as comm:
+                comm.allreduce(state_of(comm.rank))
+
+    gc.collect()
+    before = mapped(), len(os.listdir("/proc/self/fd"))
+    run_ranks(2, body)
+    gc.collect()
+    assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
+    assert not list(window.FOLDER.glob(f"treeattn-{os.getpid()}-*"))
+
+
+ROOM = 64 + 2 * 2 * (64 + window.STATE_BYTES)
+"""Two slots for each of two ranks, and what the first rank writes for the other to find."""
+
+
+def no_room(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    return f"no room for {ROOM} bytes in /dev/shm of host h: No space left on device"
+
+
+def another_machine(monkeypatch):
+    made = window._file
+
+    def elsewhere(token, size):
+        return made(bytes(len(token)), size)
+
+    monkeypatch.setattr(window, "_file", elsewhere)
+    return "ranks 0 and 0 of host h do not share /dev/shm: it is another file"
+
+
+def no_folder(monkeypatch):
+    monkeypatch.setattr(window, "FOLDER", Path("/nowhere"))
+    return f"no room for {ROOM} bytes in /nowhere of host h: No such file or directory"
+
+
+@pytest.mark.parametrize("failure", [no_room, another_machine, no_folder])
+def test_where_memory_is_not_shared_messages_are_used_and_one_rank_says_so(monkeypatch, failure):
+    text, hosts = failure(monkeypatch), ["h", "h", "i"]
+
+    def body(transport):
+        with TreeComm(transport, hosts=hosts) as comm:
+            assert comm.plan.radices.inside is None
+            return bits(comm.allreduce(state_of(comm.rank)))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run_ranks(3, body)
+    host = treeattn.merge([state_of(0), state_of(1)])
+    assert found == [bits(treeattn.merge([host, state_of(2)]))] * 3
+    (warning,) = caught
+    assert str(warning.message).startswith(text)
+    assert not list(window.FOLDER.glob(f"treeattn-{os.getpid()}-*"))
+
+
+def test_an_error_in_the_middle_of_quick_steps_reaches_all():
+    def body(transport):
+        comm, found = TreeComm(transport), []
+        for step in range(6):
+            try:
+                found.append(bits(comm.allreduce(None if step == 3 and comm.rank == 1 else state_of(comm.rank))))
+            except InputError as error:
+                found.append(str(error).startswith("state: expected a PartialState, got NoneType"))
+        return found
+
+    right = bits(treeattn.merge([state_of(rank) for rank in range(3)]))
+    assert run_ranks(3, body) == [[right, right, right, True, right, right]] * 3
+
+
+def test_a_rank_that_does_not_publish_is_named():
+    def body(transport):
+        comm = TreeComm(transport, timeout=0.3)
+        comm.allreduce(state_of(comm.rank))
+        comm.allreduce(state_of(comm.rank))
+        if comm.rank == 2:
+            transport._world.changed.acquire()
+            transport._world.changed.wait_for(lambda: len(failed) == 2, 20)
+            transport._world.changed.release()
+            return None
+        with pytest.raises(RankTimeout, match="nothing came from rank 2 on host localhost") as caught:
+            comm.allreduce(state_of(comm.rank))
+        failed.append(comm.rank)
+        return caught.value.ranks, caught.value.step
+
+    failed: list[int] = []
+    assert run_ranks(3, body)[:2] == [((2,), 2), ((2,), 2)]
