@@ -16,7 +16,7 @@ from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.exponential import exp, log
 from treeattn.kernels.memory import itemsize, pointer
 
-__all__ = ["finish", "merge", "prepare_merge"]
+__all__ = ["finish", "merge", "merge_room", "prepare_merge"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -38,13 +38,19 @@ def prepare_merge(out: Array, sources: Sequence[Array]) -> Callable[[], None]:
     """Give a function that does `merge` to these very arrays each time it is called, and allocates nothing."""
     addresses = np.array([source.ctypes.data for source in sources], dtype=np.int64)
     width = out.shape[-1]
-    row = np.empty(width, out.dtype)  # collects a row, since `out` may be one of the sources
-    compiled, places = merge_at(out.dtype), (out.ctypes.data, addresses, out.size // width, width, row.ctypes.data)
+    rows = out.size // width
+    room = merge_room(len(sources), rows, width)
+    compiled, places = merge_at(out.dtype), (out.ctypes.data, addresses, rows, width, room.ctypes.data)
 
-    def merge_again(kept: Any = (out, sources, row)) -> None:
+    def merge_again(kept: Any = (out, sources, room)) -> None:
         compiled(*places)
 
     return merge_again
+
+
+def merge_room(sources: int, rows: int, width: int) -> Array:
+    """Give room for a merge: a weight per source and row, and a row, since a source may be overwritten."""
+    return np.empty(rows * sources + width, np.float64)
 
 
 def finish(packed: Array, sink: Array | None) -> tuple[Array, Array]:
@@ -65,7 +71,7 @@ def finish(packed: Array, sink: Array | None) -> tuple[Array, Array]:
 
 
 def merge_at(dtype: np.dtype[Any]) -> Any:
-    """Compiled merge of states of ``dtype``: (out address, source addresses, rows, width, room for a row)."""
+    """Compiled merge of states of ``dtype``: (out address, source addresses, rows, width, address of `merge_room`)."""
     return _merge_double() if dtype.itemsize == 8 else _merge_single()
 
 
@@ -75,13 +81,13 @@ def finish_at(dtype: np.dtype[Any]) -> Any:
 
 
 @entry("void(int64, int64[::1], int64, int64, int64)")
-def _merge_single(out: int, sources: Array, rows: int, width: int, row: int) -> None:
-    merge_rows(out, sources, rows, width, row, np.float32)
+def _merge_single(out: int, sources: Array, rows: int, width: int, room: int) -> None:
+    merge_rows(out, sources, rows, width, room, np.float32)
 
 
 @entry("void(int64, int64[::1], int64, int64, int64)")
-def _merge_double(out: int, sources: Array, rows: int, width: int, row: int) -> None:
-    merge_rows(out, sources, rows, width, row, np.float64)
+def _merge_double(out: int, sources: Array, rows: int, width: int, room: int) -> None:
+    merge_rows(out, sources, rows, width, room, np.float64)
 
 
 @entry("void(int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -95,29 +101,43 @@ def _finish_double(out: int, lse: int, packed: int, sink: int, rows: int, heads:
 
 
 @inline
-def merge_rows(out: int, sources: Array, rows: int, width: int, collected: int, dtype: Any) -> None:
-    """Merge row by row, each collected apart from ``out``."""
-    merged = pointer(collected, dtype)
-    size = width * itemsize(dtype)
+def merge_rows(out: int, sources: Array, rows: int, width: int, room: int, dtype: Any) -> None:
+    """Merge row by row, each collected apart from ``out``; ``room`` is `merge_room` bytes."""
+    weights = pointer(room, np.float64)
+    count, size = sources.size, width * itemsize(dtype)
+    merged = pointer(room + 8 * rows * count, dtype)
     for row in range(rows):
-        _merge_row(merged, sources, row * size, width - 1, dtype)
+        _differences(room + 8 * row * count, sources, row * size, width - 2, dtype)
+    for each in range(rows * count):  # all at once, so that they vectorise
+        weights[each] = exp(weights[each])
+    for row in range(rows):
+        highest, _ = _highest(sources, row * size, width - 1, dtype)
+        merged[width - 1] = highest
+        _merge_row(merged, sources, room + 8 * row * count, row * size, width - 1, dtype)
         target = pointer(out + row * size, dtype)
         for j in range(width):
             target[j] = merged[j]
 
 
 @inline
-def _merge_row(merged: Any, sources: Array, offset: int, width: int, dtype: Any) -> None:
+def _differences(to: int, sources: Array, offset: int, at: int, dtype: Any) -> None:
+    """Write each source's m less the largest; one live source alone keeps its bits, even where m - m is NaN."""
+    highest, live = _highest(sources, offset, at + 1, dtype)
+    differences = pointer(to, np.float64)
+    for index in range(sources.size):
+        row = pointer(sources[index] + offset, dtype)
+        differences[index] = np.float64(row[at + 1] - highest) if live > 1 else 0.0
+
+
+@inline
+def _merge_row(merged: Any, sources: Array, weights: int, offset: int, width: int, dtype: Any) -> None:
     # `width` counts o and l, which are summed alike; m stands behind them
-    highest, live = _highest(sources, offset, width, dtype)
-    merged[width] = highest
+    factors = pointer(weights, np.float64)
     started = False
-    for source in sources:
-        row = pointer(source + offset, dtype)
+    for index in range(sources.size):
+        row = pointer(sources[index] + offset, dtype)
         if row[width - 1] != 0:
-            # One live source alone keeps its bits: its weight is 1 even where m - m is NaN.
-            weight = dtype(exp(np.float64(row[width] - highest))) if live > 1 else dtype(1)
-            _add_row(merged, row, weight, width, started)
+            _add_row(merged, row, dtype(factors[index]), width, started)
             started = True
     if not started:
         for j in range(width):

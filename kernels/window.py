@@ -13,13 +13,23 @@ import numpy as np
 import numpy.typing as npt
 from numba import types as _types
 
-from treeattn.kernels.combine import merge_rows
+from treeattn.kernels.combine import merge_room, merge_rows
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.memory import load_acquire, pointer, store_release
 
 types: Any = _types  # untyped: its names appear at run time
 
-__all__ = ["BEFORE_STATE", "DIFFERENT", "EQUAL", "HEADER", "WAITING", "collect_at", "publish_at", "swap_at"]
+__all__ = [
+    "BEFORE_STATE",
+    "DIFFERENT",
+    "EQUAL",
+    "HEADER",
+    "WAITING",
+    "collect_at",
+    "merge_room",
+    "publish_at",
+    "swap_at",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -48,11 +58,16 @@ def collect_at() -> Any:
     return _collect_headers()
 
 
+def room_for(sources: int, rows: int, width: int) -> Array:
+    """Give room to merge in; see `swap_at`."""
+    return merge_room(sources, rows, width)
+
+
 def swap_at(dtype: np.dtype[Any]) -> Any:
     """Compiled: a whole step of ranks that all merge all states.
 
     Its arguments are the rank's state, the result, the slots of all ranks in the order of merging; the addresses of
-    this rank's slot, of its header and of room for a row, and spins; the step, the use, and yields. It publishes in
+    this rank's slot, of its header and of room to merge, and spins; the step, the use, and yields. It publishes in
     any case, and merges if what it finds and returns is ``EQUAL``.
     """
     return _swap_double() if dtype.itemsize == 8 else _swap_single()
@@ -83,13 +98,13 @@ def _swap_double(state: Array, out: Array, slots: Array, own: Array, step: int, 
 
 @inline
 def _swap(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int, dtype: Any) -> int:
-    slot, header, row, spins = own[0], own[1], own[2], own[3]
+    slot, header, room, spins = own[0], own[1], own[2], own[3]
     pointer(header, np.int64)[0] = step
     _publish(slot, header, state.ctypes.data, state.size * state.itemsize, use)
     found = _collect(slots, header, use, spins, yields)
     if found == EQUAL:
         width = state.shape[3]
-        merge_rows(np.int64(out.ctypes.data), slots, state.size // width, width, row, dtype)
+        merge_rows(np.int64(out.ctypes.data), slots, state.size // width, width, room, dtype)
     return found
 
 

@@ -462,7 +462,7 @@ def test_a_second_thread_gets_an_error_at_once():
         thread = threading.Thread(target=lambda: comm.bcast(1 if comm.rank == 0 else None))
         thread.start()
         if comm.rank == 0:
-            while not comm._guard._lock.locked():
+            while not comm._guard.lock.locked():
                 pass
             with pytest.raises(CommError, match="in use, by another thread"):
                 comm.allreduce(states_of(1)[0])

@@ -56,10 +56,14 @@ class Channel:
             self._break(str(late))
             raise late from None
         except BaseException as error:
-            self._break(f"{type(error).__name__}: {error}")
+            self.break_off(error)
             if isinstance(error, CommError) or not isinstance(error, Exception):
                 raise
             raise CommError(f"the ranks lost each other in the middle of an operation: {error}") from error
+
+    def break_off(self, error: BaseException) -> None:
+        """Break because of an error in the middle of an operation."""
+        self._break(f"{type(error).__name__}: {error}")
 
     def _call_roll(self, mark: Mark) -> RankTimeout:
         """Find out who is missing: not those for whom this rank waits, who may wait in vain themselves."""

@@ -190,10 +190,10 @@ class TreeComm:
         InputError
             On every rank, if any rank's argument is wrong or the states differ in shape or dtype.
         """
-        with self._guard:
-            merged = self._session.quick(state, out)
-            if merged is None:
-                merged = self._exchange(self._attempt("allreduce", state, None), out)
+        swap = self._session.swap
+        merged = None if swap is None else swap(state, out)
+        if merged is None:
+            merged = self.exchange(self._attempt("allreduce", state, None), out=out)
         assert merged is not None, "without a root, every rank has the result"
         return merged
 
@@ -284,15 +284,12 @@ class TreeComm:
             None on ranks that are not the root, where there is one.
         """
         with self._guard:
-            return self._exchange(attempt, out)
-
-    def _exchange(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
-        attempt = attempt if out is None else _with_out(attempt, out)
-        if self.size > 1:
-            return self._session.merge(attempt, out)
-        if attempt.error is not None or attempt.state is None:
-            raise attempt.error or InputError.of("attempt", expected="a state or an error", got="neither")
-        return attempt.state if out is None else _copy(attempt.state, out)
+            attempt = attempt if out is None else _with_out(attempt, out)
+            if self.size > 1:
+                return self._session.merge(attempt, out)
+            if attempt.error is not None or attempt.state is None:
+                raise attempt.error or InputError.of("attempt", expected="a state or an error", got="neither")
+            return attempt.state if out is None else _copy(attempt.state, out)
 
     def consult(
         self,

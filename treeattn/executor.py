@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,9 +13,9 @@ from treeattn.plan import Plan
 from treeattn.rounds import MessageRound, Records, Tally, WindowRound, places_of
 from treeattn.state import PartialState, StateOps
 from treeattn.transport import Transport
-from treeattn.window import Window, compiled
+from treeattn.window import Window
 
-__all__ = ["Exchange", "Swap"]
+__all__ = ["Exchange"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -121,63 +120,3 @@ class Exchange:
         if self.plan.root not in (None, self.transport.rank):
             return None
         return self.records.store(state, out)
-
-
-class Swap:
-    """The whole of an exchange in one compiled call, where its plan is one round in a window of states on the host.
-
-    Parameters
-    ----------
-    exchange : Exchange
-    state : PartialState
-        What was merged last: only states like it are.
-    digest : int
-        Of the signature that was agreed on.
-    """
-
-    def __init__(self, exchange: Exchange, state: PartialState, digest: int) -> None:
-        packed = state._packed
-        self._exchange, self._ops = exchange, state.ops
-        self._shape, self._dtype = packed.shape, packed.dtype
-        self._run: Callable[..., int] = compiled().swap_at(packed.dtype)
-        window, rank = exchange.window, exchange.transport.rank
-        assert window is not None, "a swap is one in a window"
-        self._window = window
-        self._row, self._header = np.empty(packed.shape[-1], packed.dtype), np.zeros(4, np.int64)
-        self._header.view(np.uint8)[:] = np.frombuffer(Header(0, 0, digest, 0).pack(), np.uint8)
-        order = range(len(exchange.plan.hosts))
-        own = self._header.ctypes.data, self._row.ctypes.data, window.spins
-        self._places = [
-            (
-                np.array([window.address(each, use) for each in order], np.int64),
-                np.array([window.address(rank, use), *own], np.int64),
-            )
-            for use in (0, 1)
-        ]
-
-    @classmethod
-    def of(cls, exchange: Exchange, state: PartialState | None, digest: int) -> Swap | None:
-        """Make one if that is possible."""
-        rounds = exchange.plan.rounds
-        if exchange.plan.root is None and len(rounds) == 1 and rounds[0].shared and state is not None:
-            return cls(exchange, state, digest) if isinstance(state._packed, np.ndarray) else None
-        return None
-
-    def fits(self, state: Any) -> bool:
-        """Whether this is a state like those that were agreed on."""
-        if type(state) is not PartialState or state.ops is not self._ops:
-            return False
-        packed = state._packed
-        return packed.shape == self._shape and packed.dtype == self._dtype and packed.flags.carray
-
-    def __call__(self, state: PartialState, out: PartialState, step: int) -> bool:
-        """Publish and merge; false if not all was well: the exchange must then be `run`, which publishes no more."""
-        use = self._window.use + 1
-        slots, own = self._places[use & 1]
-        if self._run(state._packed, out._packed, slots, own, step, use, self._window.yields) == 0:
-            self._exchange.ran()
-            return True
-        (only,) = self._exchange.rounds
-        assert isinstance(only, WindowRound), "a swap is one in a window"
-        only.published = True
-        return False

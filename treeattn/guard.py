@@ -24,21 +24,21 @@ class Guard:
     treeattn.errors.CommError: this communicator was freed
     """
 
-    __slots__ = ("_lock", "reason")
+    __slots__ = ("lock", "reason")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self.reason: str | None = None
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             raise CommError("this communicator is in use, by another thread or in the middle of an operation")
         if self.reason is not None:
-            self._lock.release()
+            self.lock.release()
             raise CommError(self.reason)
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self.lock.release()
 
     def close(self, reason: str) -> None:
         """Refuse every operation from here on, with this reason; the first reason stays."""

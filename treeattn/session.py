@@ -14,9 +14,10 @@ import numpy as np
 
 from treeattn.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Header, Signature, conclude
 from treeattn.channel import Channel
-from treeattn.executor import Exchange, Swap
+from treeattn.executor import Exchange
 from treeattn.plan import Plan
 from treeattn.state import PartialState
+from treeattn.swap import Swap
 
 __all__ = ["Session"]
 
@@ -38,27 +39,12 @@ class Session:
         self._channel, self._plan_for = channel, plan_for
         self._agreed: Signature | None = None
         self._exchanges: dict[Any, Exchange] = {}
-        self._swap: Swap | None = None
-        self._swapped = False
-
-    def quick(self, state: Any, out: PartialState | None) -> PartialState | None:
-        """Merge at once, if this call is like the last one and all ranks are on one host.
-
-        None where it is not, or where not all went well: `merge` then takes up where this ended.
-        """
-        swap = self._swap
-        if swap is None or not swap.fits(state) or not (out is None or swap.fits(out)):
-            return None
-        merged = PartialState(np.empty_like(state._packed), state.ops) if out is None else out
-        self._channel.step += 1
-        if self._channel.call(swap, state, merged, self._channel.step):
-            return merged
-        self._swapped = True
-        return None
+        self.swap: Swap | None = None
+        self._begun = False
 
     def merge(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         """Run the agreed plan until it ends clean, agreeing anew where that is what is missing."""
-        self._swap = None
+        self.swap = None
         if self._agreed is None:
             self._describe(attempt)
             self._agreed = attempt.signature
@@ -70,25 +56,32 @@ class Session:
             # Equal digests are agreement: after a clean plan, or one to which all brought the same new signature.
             self._agreed = attempt.signature
             if header.status == 0:
-                self._swap = self._swap_like(exchange, attempt)
+                self._prepare_swap(exchange, attempt)
                 return self._result(exchange, attempt, out)
 
-    @staticmethod
-    def _swap_like(exchange: Exchange, attempt: Attempt) -> Swap | None:
-        if attempt.signature is None or attempt.signature.operation != "allreduce":
-            return None
-        return Swap.of(exchange, attempt.state, attempt.signature.digest)
+    def _prepare_swap(self, exchange: Exchange, attempt: Attempt) -> None:
+        signature, state = attempt.signature, attempt.state
+        if not Swap.possible(exchange, state, signature):
+            return
+        assert state is not None, "only a good attempt is possible"
+        assert signature is not None, "only a good attempt is possible"
+
+        def otherwise(state: PartialState, out: PartialState | None) -> PartialState | None:
+            self._begun = True
+            return self.merge(Attempt(signature, state, None), out)
+
+        self.swap = Swap(exchange, self._channel, state, signature, otherwise)
 
     def consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         """Go to the descriptions at once, having told the others so by way of the agreed plan."""
-        self._swap = None
+        self.swap = None
         if self._agreed is not None:
             self._pass(self._exchange_of(self._agreed), CONSULT, 0, 0)
         return [each.values for each in self._negotiate(lambda: description, error)]
 
     def forget(self) -> None:
         """Let go of buffers and shared memory, when the communicator is freed."""
-        self._swap = None
+        self.swap = None
         self._exchanges.clear()
 
     def _run(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:
@@ -108,9 +101,9 @@ class Session:
         return 0 if self._agreed is not None and attempt.signature.wire == self._agreed.wire else OTHER
 
     def _pass(self, exchange: Exchange, status: int, digest: int, check: int) -> Header:
-        if not self._swapped:  # else this step has begun
+        if not self._begun:  # by a swap
             self._channel.step += 1
-        self._swapped = False
+        self._begun = False
         return self._channel.call(exchange.run, Header(self._channel.step, status, digest, check))
 
     @staticmethod

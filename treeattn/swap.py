@@ -1,0 +1,100 @@
+"""The shortest way of a step: one compiled call, for ranks of one host that do again what they did last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from treeattn.agreement import Header, Signature
+from treeattn.channel import Channel
+from treeattn.executor import Exchange
+from treeattn.rounds import WindowRound
+from treeattn.state import PartialState
+from treeattn.window import compiled
+
+__all__ = ["Swap"]
+
+
+class Swap:
+    """An exchange whose plan is one round in a window, of states in host memory; calling it is an allreduce.
+
+    Parameters
+    ----------
+    exchange : Exchange
+    channel : Channel
+    state : PartialState
+        What was merged last: only states like it are.
+    signature : Signature
+        What was agreed on.
+    otherwise : callable
+        Takes (state, out) and ends the step where a swap finds that not all is well.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        channel: Channel,
+        state: PartialState,
+        signature: Signature,
+        otherwise: Callable[[PartialState, PartialState | None], PartialState | None],
+    ) -> None:
+        packed, window, (only,) = state._packed, exchange.window, exchange.rounds
+        assert window is not None, "a swap is one in a window"
+        assert isinstance(only, WindowRound), "a swap is one in a window"
+        self._exchange, self._channel, self._round, self._otherwise = exchange, channel, only, otherwise
+        self._ops, self._shape, self._dtype = state.ops, packed.shape, packed.dtype
+        self._window, self._yields = window, window.yields
+        self._run: Callable[..., int] = compiled().swap_at(packed.dtype)
+        width = packed.shape[-1]
+        self._room = compiled().room_for(exchange.transport.size, packed.size // width, width)
+        self._header = np.zeros(4, np.int64)
+        self._header.view(np.uint8)[:] = np.frombuffer(Header(0, 0, signature.digest, 0).pack(), np.uint8)
+        self._places = [self._places_in(use) for use in (0, 1)]
+
+    def _places_in(self, use: int) -> tuple[Any, Any]:
+        """Give the slots of all ranks, and what is this rank's own: see `treeattn.kernels.window.swap_at`."""
+        window, transport = self._window, self._exchange.transport
+        slots = [window.address(rank, use) for rank in range(transport.size)]
+        own = slots[transport.rank], self._header.ctypes.data, self._room.ctypes.data, window.spins
+        return np.array(slots, np.int64), np.array(own, np.int64)
+
+    @staticmethod
+    def possible(exchange: Exchange, state: PartialState | None, signature: Signature | None) -> bool:
+        """Whether an exchange, after it was run with ``state``, is one."""
+        if signature is None or signature.operation != "allreduce" or state is None:
+            return False
+        rounds = exchange.plan.rounds
+        return len(rounds) == 1 and rounds[0].shared and isinstance(state._packed, np.ndarray)
+
+    def __call__(self, state: Any, out: Any) -> PartialState | None:
+        """Merge, and give the result; None where this call is not like the last, or the communicator not free."""
+        if not self._fits(state) or not (out is None or self._fits(out)):
+            return None
+        channel = self._channel
+        guard = channel.guard
+        if guard.reason is not None or not guard.lock.acquire(False):
+            return None
+        try:
+            merged = PartialState(np.empty(self._shape, self._dtype), self._ops) if out is None else out
+            channel.step = step = channel.step + 1
+            use = self._window.use + 1
+            slots, own = self._places[use & 1]
+            if self._run(state._packed, merged._packed, slots, own, step, use, self._yields) == 0:
+                self._exchange.ran()
+                return merged
+            self._round.published = True
+            return self._otherwise(state, out)
+        except KeyboardInterrupt as error:
+            channel.break_off(error)
+            raise
+        finally:
+            guard.lock.release()
+
+    def _fits(self, state: Any) -> bool:
+        """Whether this is a state like those that were agreed on."""
+        if type(state) is not PartialState or state.ops is not self._ops:
+            return False
+        packed = state._packed
+        return packed.shape == self._shape and packed.dtype == self._dtype and packed.flags.carray
