@@ -14,7 +14,7 @@ from treeattn.arrays import cast, narrow_dtype
 from treeattn.inputs import Args, Spec
 from treeattn.kernels import products, softmax, streaming, visibility, widen
 from treeattn.kernels.call import BLOCK, CALL, STORAGES, Call
-from treeattn.kernels.combine import merge_at
+from treeattn.kernels.combine import merge_at, merge_room
 from treeattn.kernels.threads import run_on_threads, thread_count
 
 __all__ = ["address", "fill", "prepare"]
@@ -52,7 +52,9 @@ def prepare(spec: Spec) -> Callable[[Args, Array], Array]:
         run_on_threads(lambda: stream(address(call), _scratch(scratch)), _threads(bytes_per_key * args.kv_tokens))
         if splits > 1:
             sources = np.arange(splits) * out.nbytes + address(states)
-            merge(address(out), sources, out.size // out.shape[-1], out.shape[-1])
+            width = out.shape[-1]
+            room = merge_room(splits, out.size // width, width)
+            merge(address(out), sources, out.size // width, width, address(room))
         return out
 
     return run
