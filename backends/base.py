@@ -11,9 +11,10 @@ A backend says which kernels run for a call and how the states they make are mer
    validated, and must not read a key or value that is hidden.
 4. Set ``ops`` to an object with the methods of `treeattn.state.StateOps`, which merge, finish and move the packed
    states. The tree never looks inside a state in any other way.
-5. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
+5. Override `energy` where arrays live on a device; host arrays are served by the default.
+6. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
    ``treeattn.backends``.
-6. Subclass ``treeattn.testing.BackendConformance`` in your tests and inherit every check.
+7. Subclass ``treeattn.testing.BackendConformance`` in your tests and inherit every check.
 """
 
 from __future__ import annotations
@@ -45,3 +46,9 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, spec: Spec) -> Prepared:
         """Give a function that computes partial states for calls described by ``spec``."""
+
+    def energy(self, spec: Spec, args: Args, zeta: Any) -> Any:
+        """Compute ``log sum exp(logit + zeta.v)``, (B, Hq, Tq) of the state's dtype; zeta is (B, Hq, Tq, Dv)."""
+        from treeattn.kernels.energy import energy  # here, so that naming a backend loads no kernel
+
+        return energy(spec, args, zeta)

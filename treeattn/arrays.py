@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from treeattn.errors import InputError, MissingDependencyError
 
-__all__ = ["FLOAT_DTYPES", "KV_DTYPES", "as_array", "dtype_name", "narrow_dtype", "reinterpret"]
+__all__ = ["FLOAT_DTYPES", "KV_DTYPES", "as_array", "cast", "dtype_name", "narrow_dtype", "reinterpret", "to_numpy"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -25,7 +26,7 @@ _NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 def dtype_name(array: Array) -> str:
     """Name of an array's dtype, the same for NumPy's own and for ``ml_dtypes``."""
-    return array.dtype.name
+    return str(array.dtype.name)
 
 
 def narrow_dtype(name: str) -> np.dtype[Any]:
@@ -36,7 +37,8 @@ def narrow_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError as error:
         raise MissingDependencyError(f"{name} needs the package ml_dtypes: pip install ml_dtypes") from error
-    return np.dtype(getattr(ml_dtypes, name))
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return dtype
 
 
 def as_array(name: str, value: Any, dtypes: Iterable[str], *, also: str = "") -> Array:
@@ -44,17 +46,28 @@ def as_array(name: str, value: Any, dtypes: Iterable[str], *, also: str = "") ->
 
     Foreign CPU arrays come in through the buffer protocol, ``__array__`` or DLPack.
     """
-    array = _to_numpy(name, value)
-    if dtype_name(array) not in dtypes:
-        known = ", ".join((also, *dtypes) if also else dtypes)
-        raise InputError.of(name, expected=f"dtype {known}", got=array.dtype)
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    array = to_numpy(name, value)
+    if dtype_name(array) in dtypes:
+        return array
+    known = ", ".join((also, *dtypes) if also else dtypes)
+    raise InputError.of(name, expected=f"dtype {known}", got=array.dtype, hint=_hint(array, dtypes))
+
+
+def _hint(array: Array, dtypes: Iterable[str]) -> str:
+    raw = array.dtype.name in ("uint8", "uint16") and "int8" in dtypes
+    return "name what raw storage holds with kv_dtype=" if raw else ""
+
+
+def cast(array: Array, dtype: npt.DTypeLike) -> Array:
+    """Give ``array`` as ``dtype``, itself where it is; a value out of range becomes an infinity, silently."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(dtype, copy=False)
 
 
 def reinterpret(name: str, value: Any, kv_dtype: Any) -> Array:
     """Read raw uint8 or uint16 storage as ``kv_dtype``; anything else must already be of that dtype."""
     wanted = _kv_dtype(kv_dtype)
-    array = _to_numpy(name, value)
+    array = to_numpy(name, value)
     if array.dtype == wanted:
         return array
     if array.dtype.kind == "u" and array.dtype.itemsize == wanted.itemsize:
@@ -70,12 +83,35 @@ def _kv_dtype(kv_dtype: Any) -> np.dtype[Any]:
     return narrow_dtype(name)
 
 
-def _to_numpy(name: str, value: Any) -> Array:
-    if isinstance(value, np.ndarray):
-        return value
+def to_numpy(name: str, value: Any) -> Array:
+    """Take ``value`` as a plain NumPy array of whatever dtype, in this machine's byte order.
+
+    Raises
+    ------
+    InputError
+        It is no array, or a masked one, whose hidden elements nothing here would hide.
+    """
+    if value is None or isinstance(value, np.ma.MaskedArray):
+        hint = "" if value is None else "fill it, and pass mask= for what is hidden"
+        raise InputError.of(name, expected="an array", got="None" if value is None else "a masked array", hint=hint)
     try:
-        if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
-            return np.from_dlpack(value)
-        return np.asarray(value)
+        array = _imported(value)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
         raise InputError.of(name, expected="an array", got=f"{type(value).__name__} ({error})") from None
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _imported(value: Any) -> Array:
+    narrow = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    if narrow in _NARROW and "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
+        return _from_torch(value, narrow)
+    if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
+        return np.from_dlpack(value)
+    return np.asarray(value)
+
+
+def _from_torch(tensor: Any, name: str) -> Array:
+    """View a tensor of a dtype that NumPy has no name for; who holds one has imported torch already."""
+    dtype = narrow_dtype(name)
+    raw = getattr(sys.modules["torch"], f"uint{8 * dtype.itemsize}")
+    return np.asarray(tensor.view(raw)).view(dtype)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from treeattn.arrays import FLOAT_DTYPES, as_array, narrow_dtype
 from treeattn.comm import TreeComm, as_tree_comm
-from treeattn.distributed import Decoding
+from treeattn.distributed import Arguments, Decoding
 from treeattn.errors import InputError
 from treeattn.inputs import Layout, Options, check_layout, to_bhtd
 from treeattn.ledger import Ledger, Segment
@@ -128,10 +128,11 @@ class ShardedKVCache:
             self._defer(error)
             return
         start = self.length
-        for part in self._ledger.append(k.shape[2]):
-            if part.owner == self.comm.rank:
-                piece = slice(part.start - start, part.stop - start)
-                self._store(part, k[:, :, piece], v[:, :, piece])
+        own = self._own(self._ledger.append(k.shape[2]))
+        at = self._reserve(own)
+        for part in own:
+            piece = slice(part.start - start, part.stop - start)
+            at = self._store(at, part, k[:, :, piece], v[:, :, piece])
 
     def prefill(self, k: Any, v: Any) -> None:
         """Add the next tokens, of which each rank passes, and keeps, its own consecutive piece; collective.
@@ -158,9 +159,10 @@ class ShardedKVCache:
         fields = (("cache length", self.length),)
         lengths = [each["tokens"] for each in self.comm.consult("prefill", fields, {"tokens": tokens}, error)]
         self._check_room(sum(lengths))
-        for part in self._ledger.prefill(lengths):
-            if part.owner == self.comm.rank:
-                self._store(part, k, v)
+        own = self._own(self._ledger.prefill(lengths))
+        at = self._reserve(own)
+        for part in own:
+            self._store(at, part, k, v)
 
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on, on every rank.
@@ -217,7 +219,7 @@ class ShardedKVCache:
             shared=(("cache length", self.length),),
         )
 
-        def arguments() -> tuple[Any, Any, Any, Options]:
+        def arguments() -> Arguments:
             if error := self._take_pending():
                 raise error
             placed = self._placed(q, q_pos, causal, window)
@@ -277,21 +279,26 @@ class ShardedKVCache:
         self._v = np.empty((self.batch, self.kv_heads, tokens, self.v_head_dim), self.dtype)
         self._positions = np.empty(tokens, np.int64)
 
-    def _store(self, part: Segment, k: Array, v: Array) -> None:
-        """Write a part that the ledger has already dealt to this rank."""
-        stop = self.local_length
-        start = stop - len(part)
-        self._reserve(stop, held=start)
-        self._k[:, :, start:stop], self._v[:, :, start:stop] = k, v
-        self._positions[start:stop] = np.arange(part.start, part.stop)
+    def _own(self, parts: list[Segment]) -> list[Segment]:
+        return [part for part in parts if part.owner == self.comm.rank]
 
-    def _reserve(self, tokens: int, *, held: int) -> None:
-        if tokens <= len(self._positions):
-            return
-        k, v, positions = self._k, self._v, self._positions
-        self._allocate(min(max(tokens, 2 * len(positions)), self.capacity))
-        self._k[:, :, :held], self._v[:, :, :held] = k[:, :, :held], v[:, :, :held]
-        self._positions[:held] = positions[:held]
+    def _reserve(self, new: list[Segment]) -> int:
+        """Make room for parts that the ledger has just dealt to this rank; give the index of the first."""
+        held = self.local_length - sum(map(len, new))
+        room = len(self._positions)
+        if self.local_length > room:
+            k, v, positions = self._k, self._v, self._positions
+            self._allocate(min(max(self.local_length, 2 * room), self.capacity))
+            self._k[:, :, :held], self._v[:, :, :held] = k[:, :, :held], v[:, :, :held]
+            self._positions[:held] = positions[:held]
+        return held
+
+    def _store(self, at: int, part: Segment, k: Array, v: Array) -> int:
+        """Write a part from index ``at`` on; give the index behind it."""
+        end = at + len(part)
+        self._k[:, :, at:end], self._v[:, :, at:end] = k, v
+        self._positions[at:end] = np.arange(part.start, part.stop)
+        return end
 
 
 def _whole(name: str, value: Any) -> int:

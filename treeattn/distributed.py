@@ -6,8 +6,8 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,8 +16,12 @@ from treeattn.comm import TreeComm, as_tree_comm
 from treeattn.errors import InputError
 from treeattn.inputs import Options, Spec
 from treeattn.local import compute_state, deliver
+from treeattn.state import PartialState, sink_logits
 
 __all__ = ["Decoding", "decode"]
+
+Arguments: TypeAlias = tuple[Any, Any, Any, Options]
+"""q, k, v and the options of one call, not yet validated."""
 
 
 def decode(
@@ -131,28 +135,31 @@ class Decoding:
     backend: Any = None
     shared: tuple[tuple[str, int], ...] = ()
 
-    def __call__(self, arguments: Callable[[], tuple[Any, Any, Any, Options]]) -> Any:
+    def __call__(self, arguments: Callable[[], Arguments]) -> Any:
         """Run it; what ``arguments`` raises, like any other local failure, is raised on every rank."""
-        attempt, spec = self._attempt(arguments)
+        attempt, finish = self._attempt(arguments)
         state = self.comm.exchange(attempt)
-        if state is None or spec is None:
+        if state is None or finish is None:
             return (None, None) if self.return_lse else None
-        return deliver(state, spec, self.sink, self.return_lse)
+        return finish(state)
 
-    def _attempt(self, arguments: Callable[[], tuple[Any, Any, Any, Options]]) -> tuple[Attempt, Spec | None]:
+    def _attempt(self, arguments: Callable[[], Arguments]) -> tuple[Attempt, Callable[[PartialState], Any] | None]:
+        """Compute this rank's state, or what went wrong, and how the merged state is to be finished."""
         try:
             return self._computed(*arguments())
         except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised here
             return Attempt(None, None, error, self.root), None
 
-    def _computed(self, q: Any, k: Any, v: Any, options: Options) -> tuple[Attempt, Spec]:
+    def _computed(self, q: Any, k: Any, v: Any, options: Options) -> tuple[Attempt, Callable[[PartialState], Any]]:
         _check_root(self.root, self.comm.size)
         if self.comm.size > 1:
             _check_positions(options)
         spec, state = compute_state(q, k, v, options, self.backend)
-        shared = (*self.shared, *_fingerprints(q, self.sink, spec))
+        sink = sink_logits(self.sink, spec.q_heads, spec.state_dtype)
+        shared = (*self.shared, *_fingerprints(q, sink))
         check, details = (_digest(repr(shared).encode()), lambda: dict(shared)) if shared else (0, None)
-        return Attempt(_signature(spec, self.root), state, None, self.root, check, details), spec
+        attempt = Attempt(_signature(spec, self.root), state, None, self.root, check, details)
+        return attempt, partial(deliver, spec=spec, sink=sink, return_lse=self.return_lse)
 
 
 @lru_cache(maxsize=256)
@@ -188,11 +195,11 @@ def _check_positions(options: Options) -> None:
             raise InputError.of(name, expected=expected, got="None on a communicator of several ranks")
 
 
-def _fingerprints(q: Any, sink: Any, spec: Spec) -> tuple[tuple[str, int], ...]:
-    """Digests of what must hold the same values on every rank; q's only when asked, since it costs a pass."""
+def _fingerprints(q: Any, sink: Any) -> tuple[tuple[str, int], ...]:
+    """Digest what must hold the same values on every rank; q only when asked, since it costs a pass."""
     found = []
     if sink is not None:
-        found.append(("sink", _array_digest(np.asarray(sink).astype(spec.state_dtype))))
+        found.append(("sink", _array_digest(sink)))
     if os.environ.get("TREEATTN_CHECK") == "1":
         found.append(("q", _array_digest(np.asarray(q))))
     return tuple(found)

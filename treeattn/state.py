@@ -13,9 +13,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_numpy
 from treeattn.errors import InputError
 
-__all__ = ["PartialState", "StateOps", "merge"]
+__all__ = ["PartialState", "StateOps", "buffer_for", "merge", "sink_logits"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -150,9 +151,7 @@ class PartialState:
         """Merge with the state of other keys; see `treeattn.merge`."""
         return merge((self, other))
 
-    def finish(
-        self, *, sink: Any = None, dtype: npt.DTypeLike | None = None, return_lse: bool = False
-    ) -> Any:
+    def finish(self, *, sink: Any = None, dtype: npt.DTypeLike | None = None, return_lse: bool = False) -> Any:
         """Turn the state of all keys into attention's output.
 
         Parameters
@@ -172,10 +171,9 @@ class PartialState:
             Only with ``return_lse``: log of the sum of exp of the logits, natural base, with the sink in it.
             A row that saw no key has -inf, or the sink.
         """
-        out, lse = self.ops.finish(self._packed, _sink(sink, self.shape[1], self.dtype))
+        out, lse = self.ops.finish(self._packed, sink_logits(sink, self.shape[1], self.dtype.name))
         if dtype is not None:
-            with np.errstate(over="ignore"):  # float16 has infinities for what it can't hold
-                out = out.astype(dtype, copy=False)
+            out = cast(out, _out_dtype(dtype))
         return (out, lse) if return_lse else out
 
     def to_lse(self, *, base: Any) -> tuple[Array, Array]:
@@ -239,7 +237,7 @@ def merge(states: Iterable[PartialState], *, out: PartialState | None = None) ->
     states = list(states)
     _check_mergeable(states)
     first = states[0]
-    packed = first.ops.empty(first._packed.shape, first.dtype.name) if out is None else _reusable(out, first)
+    packed = buffer_for(out, first._packed.shape, first.dtype.name, first.ops)
     first.ops.merge(packed, [state._packed for state in states])
     return PartialState(packed, first.ops) if out is None else out
 
@@ -265,14 +263,20 @@ def _check_like(state: PartialState, first: PartialState) -> None:
         raise InputError.of("states", expected=f"backend {first.ops.name!r}", got=repr(state.ops.name), hint=hint)
 
 
-def _reusable(out: PartialState, first: PartialState) -> Array:
-    if out.shape != first.shape or out.dtype != first.dtype or out.ops.name != first.ops.name:
-        raise InputError.of("out", expected=f"a state like {first!r}", got=repr(out))
+def buffer_for(out: PartialState | None, packed_shape: tuple[int, ...], dtype: str, ops: StateOps) -> Array:
+    """Give a packed buffer to write a state to: a new one, or that of ``out`` where it fits."""
+    if out is None:
+        return ops.empty(packed_shape, dtype)
+    if not isinstance(out, PartialState):
+        raise InputError.of("out", expected="a PartialState", got=type(out).__name__)
+    if out._packed.shape != packed_shape or out.dtype != dtype or out.ops.name != ops.name:
+        shape = (*packed_shape[:3], packed_shape[3] - 2)
+        raise InputError.of("out", expected=f"a {dtype} state of shape {shape} on {ops.name!r}", got=repr(out))
     return out._packed
 
 
 def _read_only(array: Array) -> Array:
-    view = array.view()
+    view: Array = array.view()
     view.flags.writeable = False
     return view
 
@@ -290,21 +294,29 @@ def _state_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _state_dtype(dtype: npt.DTypeLike) -> str:
-    name = np.dtype(dtype).name
+    name = str(np.dtype(dtype).name)
     if name not in ("float32", "float64"):
         raise InputError.of("dtype", expected="float32 or float64", got=name)
     return name
 
 
-def _sink(sink: Any, heads: int, dtype: np.dtype[Any]) -> Array | None:
+def _out_dtype(dtype: Any) -> np.dtype[Any]:
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if name not in FLOAT_DTYPES:
+        raise InputError.of("dtype", expected=", ".join(FLOAT_DTYPES), got=repr(dtype))
+    return narrow_dtype(name)
+
+
+def sink_logits(sink: Any, heads: int, dtype: str) -> Array | None:
+    """Check ``sink`` (Hq,) and give it as ``dtype``."""
     if sink is None:
         return None
-    array = np.asarray(sink)
+    array = to_numpy("sink", sink)
     if array.shape != (heads,):
         raise InputError.of("sink", expected=f"shape ({heads},), one logit per query head", got=f"shape {array.shape}")
-    if array.dtype.kind not in "fiV":
-        raise InputError.of("sink", expected="real numbers", got=f"dtype {array.dtype}")
-    return np.ascontiguousarray(array.astype(dtype))
+    if array.dtype.kind != "i":
+        array = as_array("sink", array, FLOAT_DTYPES)
+    return np.ascontiguousarray(cast(array, dtype))
 
 
 def _log_of_base(base: Any) -> float:

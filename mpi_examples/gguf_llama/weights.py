@@ -1,0 +1,106 @@
+"""One copy of the weights per host: its first rank dequantises them into a file without a name, all ranks map it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gguf_llama.config import Config
+from gguf_llama.errors import LlamaError
+from gguf_llama.processes import Processes
+from gguf_llama.unpacking import TensorPlace, Unpacked, unpack
+from gguf_llama.vocabulary import Vocabulary
+
+__all__ = ["Weights", "load"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's numbers, shared by all ranks of a host.
+
+    Parameters
+    ----------
+    config : Config
+    tensors : dict
+        Read-only float32 arrays (rows, columns) by name.
+    vocabulary : Vocabulary or None
+        Only on the first rank of each host, which rank 0 always is.
+    """
+
+    config: Config
+    tensors: dict[str, Array]
+    vocabulary: Vocabulary | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all ranks of a host have mapped together."""
+        return sum(array.nbytes for array in self.tensors.values())
+
+
+def load(model: Path, processes: Processes) -> Weights:
+    """Read a GGUF file once per host; collective.
+
+    The file that is mapped has no name from its first moment on, so that nothing is left behind however the run
+    ends: ranks reach it through ``/proc`` while the host's first rank has it open.
+
+    Raises
+    ------
+    LlamaError
+        On every rank, if any host can't use the file.
+    """
+    host = processes.on_this_host()
+    with contextlib.ExitStack() as stack:
+        unpacked = processes.attempt(lambda: stack.enter_context(_unpacked(model)) if host.rank == 0 else None)
+        header = host.bcast(_header(unpacked) if unpacked else b"")
+        return processes.attempt(lambda: _map(header, unpacked.vocabulary if unpacked else None))
+
+
+@contextlib.contextmanager
+def _unpacked(model: Path) -> Iterator[Unpacked]:
+    """Give the unpacked model, whose file lasts as long as the context."""
+    with contextlib.ExitStack() as stack:
+        files = []
+        for folder in ("/dev/shm", tempfile.gettempdir()):
+            with contextlib.suppress(OSError):
+                files.append(stack.enter_context(tempfile.TemporaryFile(dir=folder)))
+        yield _unpack_in_child(model, [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files])
+
+
+def _unpack_in_child(model: Path, targets: Sequence[str]) -> Unpacked:
+    """Read the file in a process of its own, so that what reading takes does not stay in this rank's memory."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
+        try:
+            return child.submit(unpack, model, targets).result()
+        except BrokenProcessPool:
+            raise LlamaError(f"{model} could not be unpacked: the process that did it was killed") from None
+
+
+def _header(unpacked: Unpacked) -> bytes:
+    """Say what the other ranks of a host must know to map the file."""
+    tensors = [asdict(place) for place in unpacked.tensors]
+    return json.dumps({"target": unpacked.target, "config": asdict(unpacked.config), "tensors": tensors}).encode()
+
+
+def _map(header: bytes, vocabulary: Vocabulary | None) -> Weights:
+    said: dict[str, Any] = json.loads(header)
+    try:
+        flat = np.asarray(np.memmap(said["target"], dtype=np.float32, mode="r"))
+    except OSError as error:
+        raise LlamaError(f"the weights that another rank of this host has unpacked can't be mapped: {error}") from None
+    places = (TensorPlace(**place) for place in said["tensors"])
+    tensors = {place.name: flat[place.offset : place.stop].reshape(place.rows, place.columns) for place in places}
+    return Weights(Config(**said["config"]), tensors, vocabulary)

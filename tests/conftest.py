@@ -1,0 +1,192 @@
+"""Fixtures that start real MPI processes. Pure test code that others may want is in `treeattn.testing`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeattn.errors import TreeattnError
+from treeattn.launch import Runtime, find_runtime, mpirun_command, mpirun_environment
+
+TESTS = Path(__file__).parent
+LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PMIX_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDRA", "I_MPI_", "MPIR_")
+
+# Takes the host names of all ranks, `--` and a command: sets this rank's name and becomes the command.
+BE_NAMED = """
+shift "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" && hostname "$1"
+while [ "$1" != -- ]; do shift; done
+shift && exec "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an MPI job left: exit status, all output, and the JSON lines that its ranks printed, by rank."""
+
+    rc: int
+    stdout: str
+    stderr: str
+    reports: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        return f"exit status {self.rc}\n--- stdout of all ranks\n{self.stdout}\n--- stderr of all ranks\n{self.stderr}"
+
+
+class MpiRun:
+    """Runs ``tests/ranks/PROGRAM.py`` on real MPI ranks; the fixture `mpirun` gives one.
+
+    A program is plain Python: it makes a communicator, asserts what only it can see, and prints at most one JSON
+    object, in one write of less than 4096 bytes so that ranks don't cut into each other's lines::
+
+        report = json.dumps({"rank": comm.rank, "total": total})
+        os.write(1, (report + "\\n").encode())
+
+    and the test looks at all of them::
+
+        def test_total(mpirun):
+            job = mpirun("total", 3, "--width", 64)
+            assert [report["total"] for report in job.reports] == [3, 3, 3]
+
+    Ranks fail by raising: call ``treeattn.launch.install_abort_hook()`` first thing, so that one rank's exception
+    ends the others too, and with the output of all ranks in the test's failure.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __call__(
+        self,
+        program: str | Path | Sequence[str],
+        ranks: int,
+        *arguments: object,
+        hosts: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 60,
+        check: bool = True,
+    ) -> Job:
+        """Run a program on ``ranks`` ranks and wait for its end.
+
+        Parameters
+        ----------
+        program : str, Path or sequence of str
+            A name in ``tests/ranks`` (without ``.py``), the path of another script, or Python's own arguments, such
+            as ``("-m", "treeattn", "doctor")``.
+        ranks : int
+        *arguments
+            The program's arguments; numbers are fine.
+        hosts : sequence of str, optional
+            One host name per rank, which the ranks then really have, each in a UTS namespace of its own. The test is
+            skipped where that is not allowed. (They still share memory. To only *tell* a communicator of a layout,
+            pass the list as an argument instead.)
+        env : mapping, optional
+            Variables on top of a clean environment with one thread per rank.
+        timeout : float
+            Seconds until every rank's stack is printed and the test fails. Nobody outlives it.
+        check : bool
+            Whether an exit status other than 0 fails the test, as it should unless the failure is what is tested.
+        """
+        command = [sys.executable, *_python_arguments(program), *map(str, arguments)]
+        if hosts is not None:
+            command = [*_named_host(hosts, ranks), *command]
+        environment = clean_environment(env or {}, self.runtime, ranks)
+        job = run_session(mpirun_command(self.runtime, ranks, command), environment, timeout)
+        if check and job.rc != 0:
+            pytest.fail(f"{program} on {ranks} ranks: {job}", pytrace=False)
+        return job
+
+
+def clean_environment(extra: Mapping[str, str], runtime: Runtime | None = None, ranks: int = 1) -> dict[str, str]:
+    """Give this process's environment without any launcher's variables, for children that start MPI afresh."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    kept |= {"OMP_NUM_THREADS": "1", "TREEATTN_THREADS": "1"}
+    kept |= {"PYTHONFAULTHANDLER": "1", "PYTHONWARNINGS": "error::RuntimeWarning"}
+    return {**(kept if runtime is None else mpirun_environment(runtime, ranks, kept)), **extra}
+
+
+def run_session(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> Job:
+    """Run a command in a session of its own, of which nothing is left afterwards, whatever happens."""
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, text=True, errors="replace",
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+        return _job(process.returncode, stdout, stderr)
+    except subprocess.TimeoutExpired:
+        _signal_session(process.pid, signal.SIGABRT, spare=process.pid)  # faulthandler prints the ranks' stacks
+        time.sleep(1)
+        _signal_session(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        late = f"no end after {timeout} s: {' '.join(command)}: {_job(-9, stdout, stderr)}"
+        raise pytest.fail.Exception(late, pytrace=False) from None
+    finally:
+        _signal_session(process.pid, signal.SIGKILL)
+
+
+def _job(rc: int, stdout: str, stderr: str) -> Job:
+    stdout, stderr = stdout.replace("\0", ""), stderr.replace("\0", "")  # Open MPI prints NULs after an abort
+    reports = [json.loads(line) for line in stdout.splitlines() if line.startswith("{") and line.endswith("}")]
+    return Job(rc, stdout, stderr, sorted(reports, key=lambda report: report.get("rank", 0)))
+
+
+def _signal_session(session: int, number: signal.Signals, spare: int | None = None) -> None:
+    """Signal every process of a session: launchers give ranks process groups of their own, but not sessions."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and int(stat.parent.name) != spare:
+                os.kill(int(stat.parent.name), number)
+
+
+def _python_arguments(program: str | Path | Sequence[str]) -> list[str]:
+    if isinstance(program, str):
+        return [str(TESTS / "ranks" / f"{program}.py")]
+    return [str(program)] if isinstance(program, Path) else list(program)
+
+
+def _named_host(hosts: Sequence[str], ranks: int) -> list[str]:
+    """Give the words before a command that run each rank under its own host name."""
+    assert len(hosts) == ranks, f"hosts: expected {ranks} names, got {len(hosts)}"
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("host names of our own need root (unshare --uts)")
+    return ["unshare", "--uts", "sh", "-c", BE_NAMED, "sh", *hosts, "--"]
+
+
+def _no_mpi() -> str | None:
+    """Give the reason why no MPI job can run here, if there is one."""
+    try:
+        import mpi4py  # noqa: F401 - only whether it is there
+
+        find_runtime()
+    except (ImportError, TreeattnError) as error:
+        return f"no MPI here: {error}"
+    return None
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> MpiRun:
+    """Run programs of ``tests/ranks`` on real MPI ranks; see `MpiRun`. The test gets the marker ``mpi``."""
+    if (reason := _no_mpi()) is not None:
+        pytest.skip(reason)
+    return MpiRun(find_runtime())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test that takes the fixture ``mpirun``, and skip marked ones where no MPI is."""
+    for item in items:
+        if "mpirun" in getattr(item, "fixturenames", ()):
+            item.add_marker("mpi")
+    if any(item.get_closest_marker("mpi") for item in items) and (reason := _no_mpi()) is not None:
+        for item in filter(lambda item: item.get_closest_marker("mpi"), items):
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,248 @@
+"""`ShardedKVCache` on ranks that are threads, against one array that holds everything."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import treeattn
+from treeattn import errors
+from treeattn.testing import run_ranks
+from treeattn.testing.oracle import assert_attention
+
+B, HQ, HKV, D, DV = 2, 4, 2, 8, 5
+SHAPE = {"batch": B, "kv_heads": HKV, "head_dim": D, "v_head_dim": DV}
+
+
+def tokens(count: int, seed: int = 0) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal((B, HKV, count, width), dtype=np.float32) for width in (D, DV))
+
+
+def queries(count: int, seed: int = 1) -> Any:
+    return np.random.default_rng(seed).standard_normal((B, HQ, count, D), dtype=np.float32)
+
+
+def on_ranks(size: int, call: Any) -> list[Any]:
+    def rank(transport: Any) -> Any:
+        with treeattn.TreeComm(transport) as comm:
+            return call(comm)
+
+    return run_ranks(size, rank)
+
+
+def outcome(call: Any) -> str:
+    try:
+        return f"gave {type(call()).__name__}"
+    except errors.TreeattnError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(0, 9)),
+        st.tuples(st.just("prefill"), st.integers(0, 30)),
+        st.tuples(st.just("truncate"), st.floats(0, 1)),
+        st.tuples(st.just("decode"), st.integers(1, 4)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(
+    size=st.integers(1, 6), block_size=st.integers(1, 4), steps=steps, dtype=st.sampled_from(["float32", "bfloat16"])
+)
+@settings(deadline=None, max_examples=25)
+def test_any_history_decodes_like_the_whole_sequence(size, block_size, steps, dtype):
+    stored = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
+
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, dtype=dtype, block_size=block_size, capacity=400)
+        k, v = (array[:, :, :0] for array in tokens(0))
+        for number, (word, value) in enumerate([*steps, ("decode", 1)]):
+            if word == "truncate":
+                length = int(value * cache.length)
+                cache.truncate(length)
+                k, v = k[:, :, :length], v[:, :, :length]
+            elif word == "decode":
+                check_decode(cache, k, v, value)
+            else:
+                new = tokens(value, seed=number)
+                add(cache, comm, word, new, number)
+                k, v = (np.concatenate(pair, axis=2) for pair in zip((k, v), new, strict=True))
+            assert cache.length == k.shape[2]
+        return cache.local_length, cache.positions
+
+    def check_decode(cache, k, v, count):
+        count = min(count, k.shape[2]) or 1
+        q = queries(count)
+        got = cache.decode(q, return_lse=True)
+        where = {"q_pos": np.arange(k.shape[2] - count, k.shape[2]), "kv_pos": 0}
+        assert_attention(got, q, k.astype(stored), v.astype(stored), causal=True, **where)
+
+    def add(cache, comm, word, new, seed):
+        if word == "append":
+            cache.append(*new)
+            return
+        ends = np.sort(np.random.default_rng(seed).integers(0, new[0].shape[2] + 1, comm.size - 1))
+        piece = slice([0, *ends][comm.rank], [*ends, None][comm.rank])
+        cache.prefill(*(array[:, :, piece] for array in new))
+
+    held = on_ranks(size, call)
+    positions = np.sort(np.concatenate([where for _, where in held]))
+    assert positions.tolist() == list(range(sum(length for length, _ in held)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_no_rank_gets_all_the_new_tokens(size):
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=4, capacity=4000)
+        for seed in range(50):
+            cache.append(*tokens(1 + seed % 7, seed))
+        return cache.local_length
+
+    held = on_ranks(size, call)
+    assert max(held) - min(held) <= 4
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_layout_window_softcap_sink_and_root(layout):
+    turn = (lambda array: array.swapaxes(1, 2)) if layout == "bthd" else (lambda array: array)
+    (k, v), q, sink = tokens(60), queries(2), np.linspace(-1, 1, HQ)
+    options = {"window": (9, 0), "softcap": 3.0, "scale": 0.7, "sink": sink}
+
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=3, capacity=60, layout=layout)
+        cache.append(turn(k), turn(v))
+        return cache.decode(turn(q), root=1, return_lse=True, **options)
+
+    nothing, got, nobody = on_ranks(3, call)
+    assert nothing == nobody == (None, None)
+    assert_attention(got, turn(q), turn(k), turn(v), layout=layout, q_pos=[58, 59], kv_pos=0, causal=True, **options)
+
+
+def test_queries_may_stand_anywhere():
+    (k, v), q = tokens(40), queries(3)
+
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=2, capacity=40)
+        cache.append(k, v)
+        return cache.decode(q, q_pos=[3, 39, 17], return_lse=True)
+
+    for got in on_ranks(3, call):
+        assert_attention(got, q, k, v, q_pos=np.array([3, 39, 17]), kv_pos=0, causal=True)
+
+
+def test_lopsided_prefill_grows_past_a_ranks_share():
+    k, v = tokens(90)
+
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=1, capacity=100)
+        mine = slice(0, 90 if comm.rank == 2 else 0)
+        cache.prefill(k[:, :, mine], v[:, :, mine])
+        cache.append(*tokens(10, seed=5))
+        return cache.decode(queries(1), return_lse=True), cache.local_length
+
+    rest = tokens(10, seed=5)
+    for (got, held), length in zip(on_ranks(4, call), [4, 3, 90, 3], strict=True):
+        assert_attention(got, queries(1), np.concatenate([k, rest[0]], 2), np.concatenate([v, rest[1]], 2))
+        assert held == length
+
+
+def test_bytes_are_those_of_the_tokens_held():
+    cache = treeattn.ShardedKVCache(None, batch=1, kv_heads=2, head_dim=8, dtype="bfloat16", capacity=64)
+    cache.append(*(np.ones((1, 2, 10, 8), np.float32) for _ in "kv"))
+    assert cache.nbytes == 10 * 2 * 8 * 2 * 2
+    assert "length=10 of 64" in repr(cache)
+
+
+BAD_CACHES = {
+    "batch": (0, "a positive integer"),
+    "kv_heads": (1.5, "an integer"),
+    "head_dim": (True, "an integer"),
+    "v_head_dim": (-1, "a positive integer"),
+    "dtype": ("int8", "float32"),
+    "block_size": (0, "a positive integer"),
+    "capacity": (None, "an integer"),
+    "layout": ("thbd", "'bhtd' or 'bthd'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CACHES)
+def test_each_argument_of_a_cache_is_checked(name):
+    value, expected = BAD_CACHES[name]
+    with pytest.raises(errors.InputError, match=f"^{name}: expected .*{expected}"):
+        treeattn.ShardedKVCache(None, **{**SHAPE, "capacity": 10, name: value})
+
+
+K, V = tokens(4)
+BAD_TOKENS = {
+    "a wrong width": ((K[..., :-1], V), r"k: expected shape \(2, 2, tokens, 8\), got shape \(2, 2, 4, 7\)"),
+    "a missing axis": ((K[0], V), "k: expected shape"),
+    "other heads of v": ((K, V[:, :1]), "v: expected shape"),
+    "other tokens of v": ((K, V[:, :, :3]), "v: expected k's number of tokens of 4, got 3"),
+    "integers": ((K.astype(int), V), "k: expected dtype"),
+    "no array": ((None, V), "k: expected"),
+    "too many": (tokens(30), "k: expected at most 20 more tokens, .* capacity of 20"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TOKENS)
+def test_one_process_raises_at_once_and_keeps_what_it_had(name):
+    new, text = BAD_TOKENS[name]
+    cache = treeattn.ShardedKVCache(None, **SHAPE, capacity=20)
+    for add in (cache.append, cache.prefill):
+        with pytest.raises(errors.InputError, match=text):
+            add(*new)
+        assert cache.length == 0
+
+
+@pytest.mark.parametrize("name", BAD_TOKENS)
+@pytest.mark.parametrize("word", ["append", "prefill"])
+def test_a_wrong_piece_on_one_rank_is_one_error_everywhere(name, word):
+    new, text = BAD_TOKENS[name]
+
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=1, capacity=20)
+        mine = new if comm.rank == 1 else (K, V)
+        if word == "append":
+            cache.append(*mine)
+            seen = outcome(lambda: cache.decode(queries(1)))
+            cache.truncate(0)
+        else:
+            seen = outcome(lambda: cache.prefill(*mine))
+        assert cache.length == 0
+        cache.append(K, V)
+        return seen, cache.decode(queries(1), return_lse=True)
+
+    for seen, got in on_ranks(3, call):
+        assert re.match(f"InputError: {text}", seen) or (name == "too many" and "k: expected at most" in seen)
+        assert_attention(got, queries(1), K, V)
+
+
+def test_ranks_that_appended_differently_hear_of_it():
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, capacity=20)
+        cache.append(*tokens(3 + (comm.rank == 2)))
+        return outcome(lambda: cache.decode(queries(1)))
+
+    for seen in on_ranks(3, call):
+        assert seen == (
+            "InputError: cache length: expected the same on every rank, got 3 on ranks 0, 1 and 4 on rank 2"
+        )
+
+
+@pytest.mark.parametrize("length", [-1, 5, 1.5, None])
+def test_truncate_takes_a_length_that_is_there(length):
+    cache = treeattn.ShardedKVCache(None, **SHAPE, capacity=20)
+    cache.append(K, V)
+    with pytest.raises(errors.InputError, match=r"^length: expected"):
+        cache.truncate(length)
+    assert cache.length == 4

@@ -1,0 +1,85 @@
+"""The ledger against a model that keeps the owner of every single position in a list."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeattn.ledger import Ledger
+
+sizes = st.integers(1, 8)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(0, 40)),
+        st.tuples(st.just("prefill"), st.lists(st.integers(0, 9), min_size=8, max_size=8)),
+        st.tuples(st.just("truncate"), st.floats(0, 1)),
+    ),
+    max_size=12,
+)
+
+
+def owners(ledger: Ledger) -> list[int]:
+    return [part.owner for part in ledger.segments for _ in range(len(part))]
+
+
+def run(ledger: Ledger, step: tuple[str, object], model: list[int]) -> list[int]:
+    """Take one step; what it dealt is checked to be the positions that follow, and is added to the model."""
+    word, value = step
+    if word == "truncate":
+        length = int(value * len(model))
+        ledger.truncate(length)
+        return model[:length]
+    dealt = ledger.append(value) if word == "append" else ledger.prefill(value[: len(ledger.counts)])
+    expected = value if word == "append" else sum(value[: len(ledger.counts)])
+    assert [p for part in dealt for p in range(part.start, part.stop)] == list(range(len(model), len(model) + expected))
+    return model + [part.owner for part in dealt for _ in range(len(part))]
+
+
+@given(sizes, st.integers(1, 6), steps)
+@settings(deadline=None)
+def test_every_position_has_the_owner_it_was_dealt_to(size, block_size, steps):
+    ledger, model = Ledger(size, block_size), []
+    for step in steps:
+        model = run(ledger, step, model)
+        assert owners(ledger) == model
+        assert ledger.length == len(model)
+        assert ledger.counts == [model.count(rank) for rank in range(size)]
+
+
+@given(sizes, st.integers(1, 6), st.lists(st.integers(1, 9), max_size=20))
+@settings(deadline=None)
+def test_appended_tokens_are_shared_out_to_within_one_block(size, block_size, appends):
+    ledger = Ledger(size, block_size)
+    for tokens in appends:
+        ledger.append(tokens)
+        assert max(ledger.counts) - min(ledger.counts) <= block_size
+
+
+@given(sizes, st.integers(1, 6), st.lists(st.integers(0, 9), max_size=20))
+@settings(deadline=None)
+def test_how_appends_are_cut_does_not_matter(size, block_size, appends):
+    cut, whole = Ledger(size, block_size), Ledger(size, block_size)
+    for tokens in appends:
+        cut.append(tokens)
+    whole.append(sum(appends))
+    assert owners(cut) == owners(whole)
+
+
+@given(st.integers(2, 8), st.integers(1, 6), st.integers(0, 7))
+@settings(deadline=None)
+def test_new_tokens_go_to_the_emptiest_ranks_after_a_lopsided_prefill(size, block_size, heavy):
+    ledger = Ledger(size, block_size)
+    heavy %= size
+    ledger.prefill([1000 if rank == heavy else 0 for rank in range(size)])
+    ledger.append(block_size * size)
+    assert ledger.counts[heavy] == 1000
+
+
+@given(st.integers(1, 6))
+@settings(deadline=None)
+def test_a_cut_block_takes_no_more_tokens_so_speculation_spreads_too(block_size):
+    ledger = Ledger(2, block_size + 1)
+    ledger.append(block_size + 1)
+    ledger.truncate(block_size)
+    ledger.append(1)
+    assert ledger.counts == [block_size, 1]

@@ -1,0 +1,152 @@
+"""``treeattn decode``: one decode step over a made-up cache, checked and timed."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from treeattn.arrays import FLOAT_DTYPES
+from treeattn.cli.options import WINDOW, json_option, on_ranks, plan_options
+from treeattn.cli.output import console, counts, print_rows, write_json
+from treeattn.cli.workload import Workload
+
+if TYPE_CHECKING:
+    from treeattn.cli.measurement import Measurement
+    from treeattn.comm import TreeComm
+
+__all__ = ["decode"]
+
+ALGORITHMS = ("tree",)
+
+EXAMPLES = """\b
+Examples:
+  treeattn decode --tokens 131072 --dtype bfloat16 --ranks 2
+  treeattn decode --tokens 4096 --causal --window 1023,0 --verify
+  treeattn decode --ranks 4 --hosts a,a,b,b --json - | jq .counted
+"""
+
+
+def _check(*, plan: str, **options: Any) -> None:
+    """Refuse what can't work before any rank is started."""
+    from treeattn.planner import parse_radices
+
+    Workload.of(options).check()
+    parse_radices(plan)
+
+
+@click.command(epilog=EXAMPLES)
+@click.option(
+    "--tokens", type=click.IntRange(1), default=8192, show_default=True, help="Context, on all ranks together."
+)
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--q-heads", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--q-tokens", type=click.IntRange(1), default=1, show_default=True, help="Query tokens, the last ones.")
+@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True, help="Width of q and k.")
+@click.option("--v-head-dim", type=click.IntRange(1), help="Width of v.  [default: as --head-dim]")
+@click.option("--dtype", type=click.Choice(FLOAT_DTYPES), default="float32", show_default=True, help="Type of q, k, v.")
+@click.option("--layout", type=click.Choice(["bhtd", "bthd"]), default="bhtd", show_default=True)
+@click.option("--causal", is_flag=True, help="Query tokens see no later ones.")
+@click.option("--window", type=WINDOW, help="See LEFT tokens back and RIGHT ahead; none = no limit.")
+@click.option("--softcap", type=float, help="Bound logits softly to this size.")
+@click.option("--algorithm", type=click.Choice(ALGORITHMS), default="tree", show_default=True)
+@click.option("--backend", help="Backend's name.  [default: what suits the arrays]")
+@click.option("--root", type=int, help="Only this rank gets the result.")
+@plan_options
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up cache.")
+@click.option("--repeats", type=click.IntRange(1), default=10, show_default=True, help="Timed steps.")
+@click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Steps before those.")
+@click.option("--verify", is_flag=True, help="Compare with a float64 oracle, on rank 0.")
+@json_option
+@on_ranks(check=_check)
+def decode(
+    *,
+    hosts: tuple[str, ...] | None,
+    plan: str,
+    deterministic: bool,
+    backend: str | None,
+    root: int | None,
+    repeats: int,
+    warmup: int,
+    verify: bool,
+    json_file: str | None,
+    **options: Any,
+) -> int:
+    """Decode one step over a made-up cache and show what it took.
+
+    Every rank makes its shard of the cache, then all decode together. Steps are timed on rank 0, one after another.
+    The exit status is 1 if the result is wrong, its bits differ between ranks, or messages are not as planned.
+    """
+    from treeattn.cli.measurement import measure
+    from treeattn.comm import TreeComm
+
+    work = Workload.of(options)
+    with TreeComm(hosts=hosts, plan=plan, deterministic=deterministic) as comm:
+        found = measure(comm, work, root=root, backend=backend, warmup=warmup, repeats=repeats)
+        results = {"algorithm": options["algorithm"], **_results(comm, work, found, root)}
+    if comm.rank == 0:
+        results["verdict"] = asdict(work.verdict(found.out)) if verify else None
+        print_rows(console(0, json_file), "treeattn decode", _rows(results))
+        write_json(json_file, results)
+        _complain(results)
+    return 0
+
+
+def _results(comm: TreeComm, work: Workload, found: Measurement, root: int | None) -> dict[str, Any]:
+    """Put everything into one mapping, the same for people and for programs; times in ms."""
+    deciles = statistics.quantiles(found.seconds, n=10) if len(found.seconds) > 1 else found.seconds * 9
+    median = statistics.median(found.seconds)
+    return {
+        "workload": asdict(work),
+        "ranks": comm.size,
+        "hosts": comm.hosts,
+        "plan": str(comm.plan_for(work.state_bytes, root)),
+        "median_ms": 1e3 * median,
+        "p10_ms": 1e3 * deciles[0],
+        "p90_ms": 1e3 * deciles[-1],
+        "kv_bytes": work.kv_bytes,
+        "gb_per_s": work.kv_bytes / median / 1e9,
+        "counted": asdict(found.counted),
+        "predicted": asdict(found.predicted),
+        "paper_bytes_per_rank": work.paper_bytes(comm.size),
+        "same_bits": found.same_bits,
+    }
+
+
+def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+    work, counted = results["workload"], results["counted"]
+    heads = f"{work['q_heads']} query and {work['kv_heads']} KV heads of width {work['head_dim']}"
+    verdict = results["verdict"]
+    error = "not asked for (--verify)"
+    if verdict is not None:
+        error = f"{verdict['error']:.2e}, at most {verdict['limit']:.2e} allowed; {verdict['method']}"
+    return [
+        ("cache", f"{counts(work['tokens'])} tokens, {heads}, {work['dtype']}: {counts(results['kv_bytes'])} bytes"),
+        ("plan", results["plan"]),
+        ("error", error),
+        (
+            "time per step",
+            f"{results['median_ms']:.3f} ms (10 % to 90 %: {results['p10_ms']:.3f} to {results['p90_ms']:.3f})",
+        ),
+        ("cache read", f"{results['gb_per_s']:.2f} GB/s, all ranks together"),
+        ("rounds", f"{counted['rounds']}, {counted['rounds_between']} between hosts"),
+        ("messages", f"{counts(counted['messages'])}, {counts(counted['messages_between'])} between hosts"),
+        ("bytes sent", f"{counts(counted['bytes'])}, {counts(counted['bytes_between'])} between hosts"),
+        ("as planned", "yes" if counted == results["predicted"] else f"no: {results['predicted']}"),
+        ("paper's scheme", f"3 all-reduces, {counts(results['paper_bytes_per_rank'])} bytes per rank"),
+        ("bits", "the same on every rank" if results["same_bits"] else "DIFFERENT between ranks"),
+    ]
+
+
+def _complain(results: dict[str, Any]) -> None:
+    """Raise for what must never be, after it was shown."""
+    verdict = results["verdict"]
+    if verdict is not None and not verdict["error"] <= verdict["limit"]:
+        raise click.ClickException(f"the result is off by {verdict['error']:.3g}, more than {verdict['limit']:.3g}")
+    if not results["same_bits"]:
+        raise click.ClickException("ranks have different bits")
+    if results["counted"] != results["predicted"]:
+        raise click.ClickException("the messages are not those of the plan")

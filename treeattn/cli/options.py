@@ -1,0 +1,106 @@
+"""Options that several commands take, and the types of their values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from treeattn.errors import InputError
+from treeattn.launch import launched, run
+
+__all__ = ["HOSTS", "WINDOW", "json_option", "on_ranks", "plan_options"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Hosts(click.ParamType):
+    """Host labels, one per rank, between commas."""
+
+    name = "a,a,b,b"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """Split the list; how many labels there must be, the communicator knows."""
+        labels = value if isinstance(value, tuple) else tuple(label.strip() for label in value.split(","))
+        if not all(labels):
+            self.fail(f"expected labels between commas, such as a,a,b,b, got {value!r}", param, ctx)
+        return labels
+
+
+class Window(click.ParamType):
+    """How far back and ahead a query sees, as LEFT,RIGHT."""
+
+    name = "left,right"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int | None, int | None]:
+        """Read two numbers, or `none` for no limit; which numbers make sense, the library knows."""
+        try:
+            left, right = value if isinstance(value, tuple) else value.split(",")
+            return _limit(left), _limit(right)
+        except ValueError:
+            self.fail(f"expected LEFT,RIGHT, each a number or none, got {value!r}", param, ctx)
+
+
+def _limit(word: Any) -> int | None:
+    return None if word is None or str(word).strip().lower() == "none" else int(word)
+
+
+HOSTS, WINDOW = Hosts(), Window()
+
+
+def plan_options(command: Command) -> Command:
+    """Add --hosts, --plan and --deterministic: who shares a host, and which tree is used."""
+    for option in (
+        click.option("--deterministic", is_flag=True, help="Equal bits whatever the hosts, for more bytes."),
+        click.option("--plan", default="auto", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN."),
+        click.option("--hosts", type=HOSTS, help="Pretend that the ranks are on these hosts."),
+    ):
+        command = option(command)
+    return command
+
+
+def json_option(command: Command) -> Command:
+    """Add --json: where to write what the table says, for programs."""
+    writable = click.Path(dir_okay=False, writable=True, allow_dash=True)
+    return click.option("--json", "json_file", type=writable, help="Write the results here as JSON; - is stdout.")(
+        command
+    )
+
+
+def on_ranks(
+    *, check: Callable[..., None] | None = None
+) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
+    """Add --ranks and --debug to a command, and start it on that many ranks when no launcher has.
+
+    Parameters
+    ----------
+    check : callable, optional
+        Takes the command's options and raises what is wrong with them, before anything is started.
+    """
+
+    def decorate(command: Callable[..., int | None]) -> Callable[..., int | None]:
+        @click.option("--ranks", type=click.IntRange(min=1), help="Start mpirun with this many ranks.")
+        @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
+        @functools.wraps(command)
+        def with_ranks(ranks: int | None, **options: Any) -> int | None:
+            if check is not None:
+                check(**options)
+            if ranks is None or _among(ranks):
+                return command(**options)
+            return run(ranks, ["-m", "treeattn", *click.get_current_context().find_root().obj])
+
+        return with_ranks
+
+    return decorate
+
+
+def _among(ranks: int) -> bool:
+    """Tell whether this process is already one of the ranks that were asked for."""
+    size = 1 if (here := launched()) is None else here.size
+    if size not in (1, ranks):
+        raise InputError.of("--ranks", expected=f"{size}, the number that a launcher has started", got=ranks)
+    return size == ranks

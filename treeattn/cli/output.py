@@ -1,0 +1,56 @@
+"""What commands print: tables for people, JSON for programs, both from rank 0 alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["console", "counts", "escape", "print_rows", "write_json"]
+
+
+def console(rank: int, json_file: str | None = None) -> Console:
+    """Give where to print: nowhere on other ranks than 0, and where JSON has standard output to itself."""
+    from rich.console import Console
+
+    return Console(quiet=rank != 0 or json_file == "-", highlight=False, soft_wrap=True)
+
+
+def print_rows(to: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Print names and values below a title."""
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, value)
+    to.print(table)
+
+
+def escape(text: str) -> str:
+    """Keep brackets in ``text`` from being read as markup."""
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def counts(number: float, unit: str = "") -> str:
+    """Write a count with its thousands apart."""
+    return f"{number:,.0f}{unit and ' ' + unit}"
+
+
+def write_json(json_file: str | None, results: Mapping[str, Any]) -> None:
+    """Write ``results`` to the file that was asked for, if any."""
+    if json_file is None:
+        return
+    text = json.dumps(results, indent=2) + "\n"
+    if json_file == "-":
+        sys.stdout.write(text)
+    else:
+        Path(json_file).write_text(text, encoding="utf-8")

@@ -1,0 +1,367 @@
+"""The communicator: merges states over a tree of ranks that follows the hardware, or fails on all of them alike."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from treeattn.agreement import Attempt, Description, Signature
+from treeattn.broadcasting import broadcast, check_alike, describe, sendable
+from treeattn.channel import Channel
+from treeattn.errors import InputError
+from treeattn.joining import Settings, map_hosts, open_transport, under_launcher
+from treeattn.plan import Plan, Radices, Stats
+from treeattn.planner import choose_radices, plan_allreduce, plan_bcast, plan_reduce
+from treeattn.session import Session
+from treeattn.state import PartialState
+from treeattn.transport import Transport
+
+__all__ = ["TYPICAL_PAYLOAD", "TreeComm", "as_tree_comm"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+TYPICAL_PAYLOAD = 32 * (128 + 2) * 4
+"""Bytes of one decode step's state: 32 heads of width 128 in float32. ``TreeComm.plan`` is for this."""
+
+
+class TreeComm:
+    """Ranks that merge partial attention states over a tree; collective to make.
+
+    Every method but `plan_for` is collective: all ranks call it, in the same order. What is wrong on one rank is
+    raised on every rank, and the communicator stays usable. One operation at a time: a second thread gets an error.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator, Transport or None
+        It is duplicated. None is COMM_WORLD under a launcher, else one process, for which MPI is not imported.
+    hosts : sequence of str, optional
+        One label per rank; ranks with one label form a subtree. By default ranks share a host where the host name
+        and MPI's shared-memory split both say so. ``TREEATTN_HOSTS`` (comma-separated) does the same.
+    plan : str, pair, Radices or Plan
+        "auto", a name ("flat", "oneshot", "binary"), radices (inside a host, between hosts), each a number or
+        "all", or a plan whose radices are taken.
+    deterministic : bool
+        Carry rank states unmerged and merge them in rank order: more bytes, and bits that do not depend on hosts.
+    timeout : float, optional
+        Seconds that a rank may stay silent; 0 waits for ever. ``TREEATTN_TIMEOUT`` or 300 by default.
+
+    Attributes
+    ----------
+    rank, size : int
+    hosts : tuple of str
+        One label per rank, the same on every rank.
+    deterministic : bool
+
+    Raises
+    ------
+    InputError
+        On every rank, if an argument is wrong on any, or differs.
+    CommError
+        The launcher started several ranks but MPI sees one.
+    MissingDependencyError
+        Several ranks, but no MPI.
+
+    Examples
+    --------
+    >>> import treeattn
+    >>> comm = treeattn.TreeComm()
+    >>> comm.rank, comm.size
+    (0, 1)
+    >>> comm.allreduce(treeattn.PartialState.identity((1, 2, 1, 4))).shape
+    (1, 2, 1, 4)
+    """
+
+    def __init__(
+        self,
+        comm: Any = None,
+        *,
+        hosts: Any = None,
+        plan: Any = "auto",
+        deterministic: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        self._channel = Channel(open_transport(comm))
+        self.rank, self.size = self._channel.rank, self._channel.size
+        self._session = Session(self._channel, self.plan_for)
+        self._guard = self._channel.guard
+        self._signatures: dict[Any, Signature] = {}
+        try:
+            self._join(hosts, plan, deterministic, timeout)
+        except Exception:  # raised on every rank, so that all of them come here, unless they have lost each other
+            if self.usable:
+                self._channel.free()
+            raise
+
+    def _join(self, hosts: Any, plan: Any, deterministic: Any, timeout: Any) -> None:
+        """Agree with the other ranks on the settings and on who is where."""
+        channel, transport = self._channel, self._channel.transport
+        names = tuple(each["name"] for each in self.consult("TreeComm", (), {"name": transport.host_name()}))
+        channel.name_hosts(names)
+        settings, error = Settings(), None
+        try:
+            settings = Settings.read(self.size, hosts, plan, deterministic, timeout)
+        except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
+            error = wrong
+        self.consult("TreeComm", settings.fields, {}, error)
+        transport.timeout = settings.timeout
+        channel.name_hosts(settings.hosts or map_hosts(transport, names, self.consult))
+        settings.check_plan(channel.hosts)
+        self._radices, self.deterministic = settings.radices, settings.deterministic
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """One host label per rank, the same on every rank."""
+        return self._channel.hosts
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of `allreduce` for one decode step's state (`TYPICAL_PAYLOAD`)."""
+        return self.plan_for(TYPICAL_PAYLOAD)
+
+    def plan_for(self, payload_bytes: int, root: int | None = None) -> Plan:
+        """Give the plan that a state of ``payload_bytes`` bytes takes: to all, or to ``root``."""
+        radices = self._radices_for(payload_bytes)
+        if root is None:
+            return plan_allreduce(self.hosts, radices, deterministic=self.deterministic)
+        return plan_reduce(self.hosts, root, radices, deterministic=self.deterministic)
+
+    def _radices_for(self, payload_bytes: int) -> Radices:
+        return self._radices or choose_radices(self.hosts, payload_bytes)
+
+    @property
+    def stats(self) -> Stats:
+        """What this rank has sent, and how many rounds it went through, since the communicator was made."""
+        return self._channel.tally.stats
+
+    def total_stats(self) -> Stats:
+        """Add up every rank's `stats` as they were before this call; collective."""
+        return Stats.total(Stats(**each) for each in self.consult("total_stats", (), asdict(self.stats)))
+
+    @property
+    def usable(self) -> bool:
+        """Whether it was neither freed nor broken."""
+        return self._guard.reason is None
+
+    def __repr__(self) -> str:
+        kind = f"rank {self.rank} of {self.size} on {len(set(self.hosts))} hosts"
+        return f"TreeComm({kind}, plan={'auto' if self._radices is None else str(self._radices)!r})"
+
+    def allreduce(self, state: PartialState, *, out: PartialState | None = None) -> PartialState:
+        """Merge the states of all ranks; every rank gets the result.
+
+        Parameters
+        ----------
+        state : PartialState
+            This rank's, of the same shape and dtype on every rank.
+        out : PartialState, optional
+            A state to overwrite, which may be ``state``.
+
+        Returns
+        -------
+        PartialState
+            The same bits on every rank, on every run, whatever arrives first.
+
+        Raises
+        ------
+        InputError
+            On every rank, if any rank's argument is wrong or the states differ in shape or dtype.
+        """
+        merged = self.exchange(self._attempt("allreduce", state, None), out=out)
+        assert merged is not None, "without a root, every rank has the result"
+        return merged
+
+    def reduce(self, state: PartialState, root: int = 0) -> PartialState | None:
+        """Merge the states of all ranks; ``root`` gets the result, with the bits of `allreduce`, others None.
+
+        Raises
+        ------
+        InputError
+            On every rank, if any rank's argument is wrong, or states or roots differ.
+        """
+        return self.exchange(self._attempt("reduce", state, root))
+
+    def bcast(self, array: Any, root: int = 0) -> Array:
+        """Give every rank the root's array.
+
+        Parameters
+        ----------
+        array : array or None
+            None is fine on ranks that are not root: shape and dtype come with the data. An array there must have
+            the root's shape and dtype; it is not changed.
+        root : int
+
+        Returns
+        -------
+        array
+            On the root its own, elsewhere a new one.
+
+        Raises
+        ------
+        InputError
+            On every rank, if any rank's argument is wrong, or roots, shapes or dtypes differ.
+        """
+        with self._guard:
+            given, error = None, None
+            try:
+                root = _check_root(root, self.size)
+                given = sendable(array, self.rank == root)
+            except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
+                error = wrong
+            told = self._consult(Description("bcast", root, values={"array": describe(given)}), error)
+            dtype, shape = check_alike([each["array"] for each in told], root)
+            data = given if given is not None and self.rank == root else np.empty(shape, dtype)
+            plan = plan_bcast(self.hosts, root, self._radices_for(data.nbytes))
+            self._channel.call(broadcast, plan, self._channel.transport, data, self._channel.tally)
+            return data
+
+    def free(self) -> None:
+        """Give everything back; collective. Again is fine; any other use raises `CommError`."""
+        if self.usable:
+            self._channel.free()
+
+    def __enter__(self) -> TreeComm:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:  # else other ranks may not come here, and freeing would wait for them
+            self.free()
+
+    def exchange(self, attempt: Attempt, *, out: PartialState | None = None) -> PartialState | None:
+        """Merge the attempts of all ranks, or raise on all of them; what `decode` is made of.
+
+        Parameters
+        ----------
+        attempt : Attempt
+            This rank's state and what it believes the call to be, or the error that kept it from having one.
+        out : PartialState, optional
+            A state to overwrite.
+
+        Returns
+        -------
+        PartialState or None
+            None on ranks that are not the root, where there is one.
+        """
+        with self._guard:
+            attempt = attempt if out is None else _with_out(attempt, out)
+            if self.size > 1:
+                return self._session.merge(attempt, out)
+            if attempt.error is not None or attempt.state is None:
+                raise attempt.error or InputError.of("attempt", expected="a state or an error", got="neither")
+            return attempt.state if out is None else _copy(attempt.state, out)
+
+    def consult(
+        self,
+        operation: str,
+        fields: tuple[tuple[str, Any], ...],
+        values: dict[str, Any],
+        error: Exception | None = None,
+    ) -> list[dict[str, Any]]:
+        """Compare ``fields`` over all ranks and share ``values``; for calls that are not on the hot path.
+
+        Parameters
+        ----------
+        operation : str
+            What the call is, for messages.
+        fields : tuple of (name, value)
+            What must be the same on every rank; values that JSON can carry.
+        values : dict
+            What every rank gets to know; likewise.
+        error : Exception, optional
+            What went wrong on this rank.
+
+        Returns
+        -------
+        list of dict
+            The values, by rank.
+
+        Raises
+        ------
+        Exception
+            On every rank, if any has an error or ``fields`` differ.
+        """
+        with self._guard:
+            return self._consult(Description(operation, None, [list(pair) for pair in fields], values=values), error)
+
+    def _consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
+        if error is not None:
+            description = Description.of_error(error, description.operation)
+        return self._session.consult(description, error)
+
+    def _attempt(self, operation: str, state: Any, root: Any) -> Attempt:
+        try:
+            root = None if operation == "allreduce" else _check_root(root, self.size)
+            return Attempt(self._signature(operation, root, state), state, None, root)
+        except Exception as error:  # whatever it is, the others must hear of it before it is raised here
+            return Attempt(None, None, error)
+
+    def _signature(self, operation: str, root: int | None, state: Any) -> Signature:
+        if not isinstance(state, PartialState):
+            raise InputError.of("state", expected="a PartialState", got=type(state).__name__)
+        key = operation, root, state._packed.shape, state._packed.dtype
+        found = self._signatures.get(key)
+        if found is None:
+            fields = (("state.shape", state.shape), ("state.dtype", state.dtype.name))
+            found = Signature(operation, root, fields, state._packed.shape, state.dtype.name)
+            self._signatures[key] = found
+        return found
+
+
+def _check_root(root: Any, size: int) -> int:
+    if isinstance(root, (int, np.integer)) and not isinstance(root, bool) and 0 <= root < size:
+        return int(root)
+    raise InputError.of("root", expected=f"a rank from 0 to {size - 1}", got=repr(root))
+
+
+def _with_out(attempt: Attempt, out: Any) -> Attempt:
+    """Let an ``out`` that can't take the result count as this rank's error."""
+    state = attempt.state
+    if state is None or attempt.error is not None or (isinstance(out, PartialState) and _alike(state, out)):
+        return attempt
+    return replace(attempt, error=InputError.of("out", expected=f"a state like {state!r}", got=repr(out)))
+
+
+def _alike(state: PartialState, out: PartialState) -> bool:
+    return (state.shape, state.dtype, state.ops.name) == (out.shape, out.dtype, out.ops.name)
+
+
+def _copy(state: PartialState, out: PartialState) -> PartialState:
+    if out is not state:
+        state.ops.merge(out._packed, [state._packed])
+    return out
+
+
+_of_transports: WeakKeyDictionary[Transport, TreeComm] = WeakKeyDictionary()
+_alone: list[TreeComm] = []
+
+
+def as_tree_comm(comm: Any) -> TreeComm:
+    """Give a TreeComm for whatever ``comm=`` took; collective where one has to be made.
+
+    A TreeComm is given back as it is. A bare mpi4py communicator, a Transport or None is wrapped once and
+    remembered; it is forgotten with the communicator.
+    """
+    if isinstance(comm, TreeComm):
+        return comm
+    if isinstance(comm, Transport):
+        if comm not in _of_transports or not _of_transports[comm].usable:
+            _of_transports[comm] = TreeComm(comm)
+        return _of_transports[comm]
+    if comm is None and not under_launcher():
+        if not _alone or not _alone[0].usable:
+            _alone[:] = [TreeComm()]
+        return _alone[0]
+    return _wrapped(comm)
+
+
+def _wrapped(comm: Any) -> TreeComm:
+    if comm is not None and "mpi4py.MPI" not in sys.modules:  # it can't be a communicator: don't start MPI to ask
+        raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=type(comm).__name__)
+    from treeattn import mpi_transport  # here, so that one process needs no MPI
+
+    return mpi_transport.cached_on(comm, TreeComm, lambda found: found.usable)

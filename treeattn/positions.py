@@ -1,0 +1,123 @@
+"""Where queries and keys stand in the sequence: positions, windows and row lengths, validated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from treeattn.arrays import to_numpy
+from treeattn.errors import InputError
+
+__all__ = ["POSITION_LIMIT", "Positions", "lengths", "window_pair"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+POSITION_LIMIT = 2**61
+"""Positions stay within ±this. No distance then exceeds twice it, where window sides are cut off, and no sum of a
+position and a side overflows int64."""
+
+
+def window_pair(window: Any) -> tuple[int | None, int | None] | None:
+    """Check ``window=(left, right)``."""
+    if window is None:
+        return None
+    if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
+        raise InputError.of("window", expected="a pair (left, right)", got=repr(window))
+    left, right = (_window_side(side, window) for side in window)
+    return left, right
+
+
+def _window_side(side: Any, window: Any) -> int | None:
+    if side is None:
+        return None
+    if not _integer(side):
+        raise InputError.of("window", expected="(left, right), each an integer or None", got=repr(window))
+    if side < 0:
+        hint = "write None for a side without a limit"
+        raise InputError.of("window", expected="(left, right), none negative", got=repr(window), hint=hint)
+    return min(int(side), 2 * POSITION_LIMIT)
+
+
+def lengths(kv_len: Any, batch: int, tokens: int) -> Array | None:
+    """Give ``kv_len`` as (B,) int64; one number stands for every row."""
+    if kv_len is None:
+        return None
+    array = _integers("kv_len", kv_len, what="integers, the keys of each row")
+    if array.shape not in ((), (batch,)):
+        raise InputError.of("kv_len", expected=f"shape ({batch},), one length per row", got=f"shape {array.shape}")
+    _check_range("kv_len", array, 0, tokens, what=f"lengths from 0 to {tokens}, this call's keys")
+    return np.ascontiguousarray(np.broadcast_to(array, (batch,)), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """The two position arguments, and what they mean where the caller left one out."""
+
+    q_pos: Any
+    kv_pos: Any
+    batch: int
+    q_tokens: int
+    kv_tokens: int
+
+    def resolve(self, kv_len: Array | None) -> tuple[Array, Array]:
+        """Give (B, Tq) and (B, Tk) int64 positions."""
+        kv_pos = self._of_keys()
+        if self.q_pos is None:
+            return self._of_last_keys(kv_pos, kv_len), kv_pos
+        return self._array("q_pos", self.q_pos, self.q_tokens), kv_pos
+
+    def _of_keys(self) -> Array:
+        if self.kv_pos is None:
+            return self._consecutive(0)
+        array = _integers("kv_pos", self.kv_pos, what="integer positions")
+        if array.ndim:
+            return self._array("kv_pos", array, self.kv_tokens)
+        _check_positions("kv_pos", array)
+        return self._consecutive(int(array))
+
+    def _consecutive(self, start: int) -> Array:
+        row = np.arange(start, start + self.kv_tokens, dtype=np.int64)
+        return np.broadcast_to(row, (self.batch, self.kv_tokens))
+
+    def _of_last_keys(self, kv_pos: Array, kv_len: Array | None) -> Array:
+        """Put the last query of each row on its last real key, and the others consecutively before it."""
+        if self.kv_tokens == 0:
+            return np.zeros((self.batch, self.q_tokens), dtype=np.int64)
+        last = np.full(self.batch, self.kv_tokens, dtype=np.int64) if kv_len is None else kv_len
+        ends = kv_pos[np.arange(self.batch), np.maximum(last - 1, 0)]
+        return np.ascontiguousarray(ends[:, None] + np.arange(1 - self.q_tokens, 1, dtype=np.int64))
+
+    def _array(self, name: str, values: Any, tokens: int) -> Array:
+        array = _integers(name, values, what="integer positions")
+        if array.shape not in ((tokens,), (self.batch, tokens)):
+            expected = f"shape ({tokens},) or ({self.batch}, {tokens})"
+            raise InputError.of(name, expected=expected, got=f"shape {array.shape}")
+        _check_positions(name, array)
+        return np.broadcast_to(array.astype(np.int64, copy=False), (self.batch, tokens))
+
+
+def _integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+
+
+def _integers(name: str, values: Any, *, what: str) -> Array:
+    array = to_numpy(name, values)
+    if array.dtype.kind not in "iu" and array.size:
+        raise InputError.of(name, expected=what, got=f"dtype {array.dtype}")
+    return array
+
+
+def _check_positions(name: str, array: Array) -> None:
+    _check_range(name, array, -POSITION_LIMIT, POSITION_LIMIT, what="positions from -2**61 to 2**61")
+
+
+def _check_range(name: str, array: Array, low: int, high: int, *, what: str) -> None:
+    if array.size == 0:
+        return
+    least, most = int(array.min()), int(array.max())
+    if least < low or most > high:
+        raise InputError.of(name, expected=what, got=least if least < low else most)

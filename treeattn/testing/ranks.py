@@ -1,0 +1,266 @@
+"""Ranks as threads of one process: the communicator's whole behaviour, with no MPI.
+
+Messages are copied, or, with ``rendezvous``, stay with the sender until they are received, as a large MPI message
+does. With a ``seed``, whichever of the messages under way arrives next is drawn by chance. A state from which no
+rank can go on is recognised and reported at once, instead of after a time-out.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from treeattn.errors import CommError, InputError, RankTimeout
+from treeattn.transport import Bytes, Silence, Transport
+
+__all__ = ["ThreadTransport", "run_ranks"]
+
+T = TypeVar("T")
+
+GATHER_TAG = -1
+"""Tag of `ThreadTransport.allgather`; plans use the numbers of their rounds."""
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """One end of a message: a buffer, and whether the transfer is over."""
+
+    data: Bytes
+    done: bool = False
+
+
+@dataclass(eq=False)
+class _Channel:
+    """Sends and receives under one (context, source, dest, tag) that have not met yet."""
+
+    sends: deque[_Request] = field(default_factory=deque)
+    receives: deque[_Request] = field(default_factory=deque)
+
+    def transfer(self) -> None:
+        """Let the oldest send and the oldest receive meet."""
+        send, receive = self.sends.popleft(), self.receives.popleft()
+        if send.data.size > receive.data.size:
+            raise CommError(f"a message of {send.data.size} bytes is too long for {receive.data.size}")
+        receive.data[: send.data.size] = send.data
+        send.done = receive.done = True
+
+
+class _World:
+    """What the threads share: channels, who waits for what, and who has left. One lock guards it all."""
+
+    def __init__(self, size: int, hosts: Sequence[str], rendezvous: bool, seed: int | None) -> None:
+        self.size, self.hosts, self.rendezvous = size, hosts, rendezvous
+        self.changed = threading.Condition()
+        self.channels: defaultdict[tuple[Any, ...], _Channel] = defaultdict(_Channel)
+        self.waiting: dict[int, list[_Request]] = {}
+        self.left: set[int] = set()
+        self.stopped: str | None = None
+        self._random = None if seed is None else random.Random(seed)
+
+    def progress(self) -> None:
+        """Let every message that can arrive do so, in an order drawn by chance if there is a seed."""
+        while ready := [each for each in self.channels.values() if each.sends and each.receives]:
+            (self._random.choice(ready) if self._random else ready[0]).transfer()
+
+    def stuck(self) -> bool:
+        """Whether every rank that is still there waits, and for something that can't come."""
+        waits = all(rank in self.waiting or rank in self.left for rank in range(self.size))
+        return waits and not any(all(r.done for r in requests) for requests in self.waiting.values())
+
+    def stop(self, reason: str) -> None:
+        """End all waiting, now and later."""
+        self.stopped = self.stopped or reason
+        self.changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """Take note that a rank's function has ended."""
+        with self.changed:
+            self.left.add(rank)
+            self.progress()
+            self.changed.notify_all()
+            if self.waiting and self.stuck():
+                self.stop(f"rank {rank} has ended while others still waited for it")
+
+
+class ThreadTransport(Transport):
+    """One rank of `run_ranks`; pass it to ``TreeComm``."""
+
+    def __init__(self, world: _World, rank: int, context: tuple[int, ...] = ()) -> None:
+        self.rank, self.size, self.timeout = rank, world.size, 0.0
+        self._world, self._context, self._duplicates = world, context, 0
+
+    def isend(self, data: Bytes, dest: int, tag: int) -> _Request:
+        """Start to send."""
+        world = self._world
+        request = _Request(data if world.rendezvous else data.copy(), done=False)
+        with world.changed:
+            world.channels[(self._context, self.rank, dest, tag)].sends.append(request)
+            if world._random is None:
+                world.progress()
+            world.changed.notify_all()
+        return request if world.rendezvous else _Request(data, done=True)
+
+    def irecv(self, data: Bytes, source: int, tag: int) -> _Request:
+        """Start to receive."""
+        request = _Request(data)
+        with self._world.changed:
+            self._world.channels[(self._context, source, self.rank, tag)].receives.append(request)
+        return request
+
+    def wait(self, requests: list[_Request], peers: Sequence[int]) -> None:
+        """Wait until all are complete, or no rank can go on."""
+        world, deadline = self._world, time.monotonic() + self.timeout if self.timeout else None
+        with world.changed:
+            world.progress()
+            world.waiting[self.rank] = requests
+            world.changed.notify_all()
+            try:
+                while not all(request.done for request in requests):
+                    self._wait_once(requests, peers, deadline)
+            finally:
+                del world.waiting[self.rank]
+
+    def _wait_once(self, requests: list[_Request], peers: Sequence[int], deadline: float | None) -> None:
+        world = self._world
+        if world.stuck():
+            world.stop("no rank can go on: each waits for another")
+        if world.stopped:
+            raise CommError(world.stopped)
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise Silence(sorted({peer for r, peer in zip(requests, peers, strict=True) if not r.done}))
+        world.changed.wait(left)
+        world.progress()
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        """Give every rank's data."""
+        import numpy as np
+
+        mine = np.frombuffer(data, np.uint8)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        found = {rank: np.empty(mine.size, np.uint8) for rank in others}
+        requests = [self.irecv(found[rank], rank, GATHER_TAG) for rank in others]
+        requests += [self.isend(mine, rank, GATHER_TAG) for rank in others]
+        self.wait(requests, [*others, *others])
+        return [data if rank == self.rank else found[rank].tobytes() for rank in range(self.size)]
+
+    def dup(self) -> ThreadTransport:
+        """Make another of the same ranks; ranks that duplicate in the same order get matching ones."""
+        self._duplicates += 1
+        return ThreadTransport(self._world, self.rank, (*self._context, self._duplicates))
+
+    def shared_memory_group(self) -> int:
+        """Lowest rank with the same host label."""
+        return self._world.hosts.index(self._world.hosts[self.rank])
+
+    def host_name(self) -> str:
+        """Give the label that `run_ranks` was given."""
+        return self._world.hosts[self.rank]
+
+    def free(self) -> None:
+        """There is nothing to give back."""
+
+    def abandon(self) -> None:
+        """End the others' waiting too."""
+        with self._world.changed:
+            self._world.stop(f"rank {self.rank} broke off in the middle of an operation")
+
+
+def run_ranks(
+    size: int,
+    function: Callable[[ThreadTransport], T],
+    *,
+    hosts: Sequence[str] | None = None,
+    timeout: float = 30,
+    rendezvous: bool = False,
+    seed: int | None = None,
+) -> list[T]:
+    """Run ``function(transport)`` on ``size`` ranks, as threads.
+
+    Parameters
+    ----------
+    size : int
+    function : callable
+        Gets the rank's transport, which ``TreeComm(transport)`` takes.
+    hosts : sequence of str, optional
+        Host name of each rank; one for all by default.
+    timeout : float
+        Seconds until ranks that are still running are told to stop.
+    rendezvous : bool
+        Whether a send waits for its receive.
+    seed : int, optional
+        Draw the order of arrival by chance.
+
+    Returns
+    -------
+    list
+        What each rank's function returned.
+
+    Raises
+    ------
+    Exception
+        A rank's exception: that of the lowest rank that failed by itself rather than because another did. Its
+        notes tell every rank's.
+    RankTimeout
+        Ranks were still running after ``timeout`` seconds.
+
+    Examples
+    --------
+    >>> import treeattn
+    >>> from treeattn.testing import run_ranks
+    >>> def program(transport):
+    ...     with treeattn.TreeComm(transport) as comm:
+    ...         return comm.bcast([1.5, 2.5] if comm.rank == 0 else None).tolist()
+    >>> run_ranks(2, program)
+    [[1.5, 2.5], [1.5, 2.5]]
+    """
+    labels = ["localhost"] * size if hosts is None else list(hosts)
+    if len(labels) != size:
+        raise InputError.of("hosts", expected=f"{size} labels, one per rank", got=len(labels))
+    world = _World(size, labels, rendezvous, seed)
+    results: dict[int, T] = {}
+    failures: dict[int, BaseException] = {}
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadTransport(world, rank))
+        except BaseException as error:  # all of it belongs to whoever called run_ranks
+            failures[rank] = error
+        finally:
+            world.leave(rank)
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    _join(threads, world, timeout)
+    if failures:
+        raise _worst(failures, world)
+    return [results[rank] for rank in range(size)]
+
+
+def _join(threads: list[threading.Thread], world: _World, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0))
+    late = [thread for thread in threads if thread.is_alive()]
+    if not late:
+        return
+    with world.changed:
+        world.stop(f"still running after {timeout} s: {', '.join(thread.name for thread in late)}")
+    for thread in late:
+        thread.join(1)
+    raise RankTimeout(world.stopped)
+
+
+def _worst(failures: dict[int, BaseException], world: _World) -> BaseException:
+    """Choose the error to raise: an error of a rank's own before those that only say that another has gone."""
+    own = [rank for rank in sorted(failures) if world.stopped is None or str(world.stopped) not in str(failures[rank])]
+    chosen = failures[(own or sorted(failures))[0]]
+    told = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())]
+    chosen.__notes__ = [*getattr(chosen, "__notes__", ()), *told]  # type: ignore[attr-defined]
+    return chosen

@@ -1,0 +1,88 @@
+"""Which ranks share a host: pure functions from what ranks know about themselves to one label per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from treeattn.errors import InputError
+
+__all__ = ["HOSTS_VARIABLE", "check_hosts", "group_ranks", "host_labels", "hosts_of_environment"]
+
+HOSTS_VARIABLE = "TREEATTN_HOSTS"
+
+
+def group_ranks(hosts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """Give the ranks of each host, ascending; hosts come in the order of their lowest ranks.
+
+    Examples
+    --------
+    >>> group_ranks(["a", "b", "a", "b", "c"])
+    ((0, 2), (1, 3), (4,))
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        groups.setdefault(host, []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def host_labels(names: Sequence[str], shared: Sequence[int]) -> tuple[tuple[str, ...], bool]:
+    """Cross host names with the shared-memory split.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Host name of each rank.
+    shared : sequence of int
+        A number per rank, equal where the MPI library says that ranks share memory.
+
+    Returns
+    -------
+    labels : tuple of str
+        One per rank; ranks share a label only where name and split both agree. It is the host name, with
+        ``#2``, ``#3``, ... behind it where one name stands for several hosts.
+    agreed : bool
+        Whether names and split drew the same line.
+
+    Examples
+    --------
+    >>> host_labels(["n1", "n1", "n2"], [0, 0, 2])
+    (('n1', 'n1', 'n2'), True)
+    >>> host_labels(["n1", "n1", "n1"], [0, 0, 2])
+    (('n1', 'n1', 'n1#2'), False)
+    """
+    groups_of_name: dict[str, list[int]] = {}
+    labels = []
+    for name, group in zip(names, shared, strict=True):
+        groups = groups_of_name.setdefault(name, [])
+        if group not in groups:
+            groups.append(group)
+        number = groups.index(group) + 1
+        labels.append(name if number == 1 else f"{name}#{number}")
+    agreed = group_ranks(names) == group_ranks(map(str, shared))
+    return tuple(labels), agreed
+
+
+def hosts_of_environment(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Read one host label per rank from ``TREEATTN_HOSTS``, a comma-separated list; None where it is not set."""
+    text = environ.get(HOSTS_VARIABLE, "").strip()
+    return tuple(label.strip() for label in text.split(",")) if text else None
+
+
+def check_hosts(hosts: Any, size: int, argument: str = "hosts") -> tuple[str, ...]:
+    """Take ``hosts`` as one label per rank.
+
+    Raises
+    ------
+    InputError
+        It is not a sequence of ``size`` labels.
+    """
+    if isinstance(hosts, str) or not isinstance(hosts, Iterable):
+        raise InputError.of(argument, expected=f"{size} labels, one per rank", got=repr(hosts))
+    labels = tuple(map(str, hosts))
+    if len(labels) != size:
+        listed = ", ".join(labels)
+        raise InputError.of(argument, expected=f"{size} labels, one per rank", got=f"{len(labels)} ({listed})")
+    if not all(labels):
+        raise InputError.of(argument, expected="no empty label", got=repr(labels))
+    return labels
