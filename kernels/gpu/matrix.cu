@@ -99,7 +99,8 @@ TA_INLINE void ta_add_cleared(const ta_call& call, const ta_place& here, ta_matr
 }
 
 extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, TA_BLOCKS) treeattn_matrix(const ta_call call) {
-  __shared__ alignas(16) float sm_o[TA_SHARED_O(TA_WAVES)];
+  __shared__ ta_f4 shared_o[(TA_SHARED_O(TA_WAVES) + 3) / 4];
+  float* sm_o = shared_o[0].at;
   __shared__ float sm_m[TA_WAVES * TA_ROWS], sm_l[TA_WAVES * TA_ROWS];
   const int lane = threadIdx.x % TA_WAVE, wave = threadIdx.x / TA_WAVE;
   const ta_place here = ta_here(call, TA_STEP);

@@ -195,7 +195,8 @@ struct ta_vector {
 };
 
 extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, TA_BLOCKS) treeattn_vector(const ta_call call) {
-  __shared__ alignas(16) float sm_o[TA_SHARED_O(TA_TEAMS)];
+  __shared__ ta_f4 shared_o[(TA_SHARED_O(TA_TEAMS) + 3) / 4];
+  float* sm_o = shared_o[0].at;
   __shared__ float sm_m[TA_TEAMS * TA_ROWS], sm_l[TA_TEAMS * TA_ROWS];
   const int lane = threadIdx.x % TA_TEAM, team = threadIdx.x / TA_TEAM, first = ta_share::first(lane);
   const ta_place here = ta_here(call, TA_STEP);

@@ -1,0 +1,15 @@
+// One kernel as a shared library: `launch` runs its blocks, in the order given.
+#include "cuda_on_cpu.h"
+
+#include KERNEL_TEXT
+
+extern "C" const char* launch(const KERNEL_STRUCT* call, const int* order, int blocks, int wave) {
+  fibers::wave = wave;
+  fibers::body = [=] { KERNEL_NAME(*call); };
+  gridDim.x = blocks;
+  for (int i = 0; i < blocks; i++) {
+    blockIdx.x = order[i];
+    if (!fibers::run_block(TA_THREADS)) return fibers::report;
+  }
+  return nullptr;
+}
