@@ -111,7 +111,9 @@ extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, TA_BLOCKS) treeattn_matr
   ta_matrix state;
   state.start(call, here, lane);
 
-  for (int key = here.first_key + wave * 16; key < here.end_key; key += TA_STEP) {
+  // Counted in whole steps: a loop that is plainly the same for all threads needs no code for diverged shuffles.
+  for (int base = here.first_key; base < here.end_key; base += TA_STEP) {
+    const int key = base + wave * 16;
     float x[TA_SCORES], weights[TA_SCORES];
     state.load(k, v, TA_K_STEP, TA_V_STEP, key, here.end_key - 1, lane);
     state.score(x);

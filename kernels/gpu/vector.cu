@@ -209,7 +209,9 @@ extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, TA_BLOCKS) treeattn_vect
 #pragma unroll
   for (int i = 0; i < ta_share::ROWS; i++) rows[i] = ta_row_of(call, here, first / TA_UNROLL + i);
 
-  for (int key = here.first_key + team; key - team < here.end_key; key += TA_STEP) {
+  // Counted in whole steps: a loop that is plainly the same for all threads needs no code for diverged shuffles.
+  for (int base = here.first_key; base < here.end_key; base += TA_STEP) {
+    const int key = base + team;
     ta_k_piece k_pieces[TA_UNROLL][TA_K_PIECES];
     ta_v_piece v_pieces[TA_UNROLL][TA_V_PIECES];
 #pragma unroll
