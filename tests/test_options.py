@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import treeattn
-from treeattn.errors import InputError
+from treeattn.backends.base import Backend
+from treeattn.backends.registry import find
+from treeattn.errors import BackendError, InputError
 from treeattn.testing.oracle import assert_attention, assert_close, dense, tolerance
 
 B, HQ, HKV, TQ, TK, D, DV = 2, 6, 2, 3, 11, 8, 5
@@ -584,3 +586,39 @@ def test_states_of_different_backends_do_not_mix():
     one, other = (treeattn.partial_attention(**call(), backend=name) for name in ("cpu", "reference"))
     with pytest.raises(InputError, match=r"^states: expected backend 'cpu', got 'reference'; states of different"):
         treeattn.merge([one, other])
+
+
+# ---- backends
+
+
+class Narrow(Backend):
+    """Counts its preparations, and takes no more than four query heads."""
+
+    name = "narrow"
+
+    def __init__(self):
+        self.ops = find("reference").ops
+        self.prepared = 0
+
+    def reasons(self, spec=None):
+        return ["it takes at most 4 query heads"] if spec is not None and spec.q_heads > 4 else []
+
+    def prepare(self, spec):
+        self.prepared += 1
+        return find("reference").prepare(spec)
+
+
+def test_a_growing_cache_is_prepared_once():
+    backend, given = Narrow(), call()
+    given["q"] = given["q"][:, :4]
+    for length in range(1, TK):
+        step = {**given, "k": given["k"][:, :, :length], "v": given["v"][:, :, :length]}
+        assert np.array_equal(
+            treeattn.attention(**step, backend=backend), treeattn.attention(**step, backend="reference")
+        )
+    assert backend.prepared == 1
+
+
+def test_a_backend_that_cannot_says_why():
+    with pytest.raises(BackendError, match=r"^backend 'narrow' can't run this: it takes at most 4 query heads$"):
+        treeattn.attention(**call(), backend=Narrow())

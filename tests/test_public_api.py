@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_every_shared_option_is_a_keyword_with_one_default(name):
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_every_module_says_what_it_is_and_all_names_only_what_it_defines(module):
-    tree = ast.parse(MODULES[module].read_text())
+    tree = parsed(module)
     assert ast.get_docstring(tree)
     listed = next((n.value for n in tree.body if isinstance(n, ast.Assign) and "__all__" in _targets(n)), None)
     if listed is None or module == "treeattn":
@@ -201,10 +202,16 @@ ABOVE_BOTH_SIDES = {"local", "distributed", "cache"}
 TOOLS = {"cli", "doctor", "testing", "__main__", "treeattn"}
 
 
+@cache
+def parsed(module):
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
 def imports(module, *, lazy):
     """Modules of the package that ``module`` imports when it runs; with ``lazy``, those that its functions do too."""
     found = set()
-    pending = list(ast.parse(MODULES[module].read_text()).body)
+    pending = list(parsed(module).body)
     while pending:
         node = pending.pop()
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "treeattn":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,7 +27,12 @@ _NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 def dtype_name(array: Array) -> str:
     """Name of an array's dtype, the same for NumPy's own and for ``ml_dtypes``."""
-    return str(array.dtype.name)
+    return _name(array.dtype)
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name)  # NumPy makes it anew each time, which takes longer than the rest of a validation
 
 
 def narrow_dtype(name: str) -> np.dtype[Any]:
@@ -102,6 +108,8 @@ def to_numpy(name: str, value: Any) -> Array:
 
 
 def _imported(value: Any) -> Array:
+    if isinstance(value, np.ndarray):
+        return np.asarray(value)
     narrow = str(getattr(value, "dtype", "")).removeprefix("torch.")
     if narrow in _NARROW and "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
         return _from_torch(value, narrow)

@@ -125,7 +125,15 @@ class TreeComm:
         return self.plan_for(TYPICAL_PAYLOAD)
 
     def plan_for(self, payload_bytes: int, root: int | None = None) -> Plan:
-        """Give the plan that a state of ``payload_bytes`` bytes takes: to all, or to ``root``."""
+        """Give the plan that a state takes: to all ranks, or to ``root``.
+
+        Parameters
+        ----------
+        payload_bytes : int
+            Bytes of the packed state.
+        root : int, optional
+            The only rank that wants the result.
+        """
         radices = self._radices_for(payload_bytes)
         if root is None:
             return plan_allreduce(self.hosts, radices, deterministic=self.deterministic)
@@ -178,6 +186,13 @@ class TreeComm:
 
     def reduce(self, state: PartialState, root: int = 0) -> PartialState | None:
         """Merge the states of all ranks; ``root`` gets the result, with the bits of `allreduce`, others None.
+
+        Parameters
+        ----------
+        state : PartialState
+            This rank's, of the same shape and dtype on every rank.
+        root : int
+            The rank that gets the result, the same on every rank.
 
         Raises
         ------

@@ -121,7 +121,8 @@ def loaded_mpi() -> str:
     """Give MPI's own name and the file that it was loaded from."""
     from treeattn.mpi_transport import import_mpi
 
-    name = import_mpi().Get_library_version().strip("\0").splitlines()[0].split(", package")[0].strip()
+    said = import_mpi().Get_library_version().strip("\0").splitlines()[0]
+    name = " ".join(said.partition(", package")[0].split())
     files = re.findall(r"(/\S.*?libmpi\S*\.so\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
     return f"{name}, {files[0] if files else 'from an unknown file'}"
 

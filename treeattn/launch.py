@@ -8,6 +8,7 @@ is installed, as root or not, with more ranks than cores or not.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -55,7 +56,7 @@ class Runtime:
     mpirun : str
         Path of the launcher.
     banner : str
-        First line of what ``mpirun --version`` prints.
+        What ``mpirun --version`` says of itself, in one line.
     """
 
     name: str
@@ -123,7 +124,7 @@ def find_runtime() -> Runtime:
     banner = _banner(mpirun)
     for word, name in _BANNERS.items():
         if word in banner:
-            return Runtime(name, mpirun, banner.splitlines()[0].strip())
+            return Runtime(name, mpirun, _first_words(banner))
     raise CommError(f"{mpirun} is neither Open MPI, MPICH nor Intel MPI: it says {banner[:80]!r}")
 
 
@@ -133,6 +134,13 @@ def _banner(mpirun: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CommError(f"{mpirun} does not run: {error}") from None
     return shown.stdout.strip() or shown.stderr.strip() or "nothing"
+
+
+def _first_words(banner: str) -> str:
+    """Give the first line, and the version that Hydra has on another."""
+    version = re.search(r"^\s*Version:\s*(\S+)", banner, re.MULTILINE)
+    first = banner.splitlines()[0].strip()
+    return f"Hydra {version[1]}" if version else first
 
 
 def mpirun_command(runtime: Runtime, ranks: int, program: Sequence[str]) -> list[str]:
@@ -200,13 +208,14 @@ def run(ranks: int, arguments: Sequence[str]) -> int:
     InputError
         ``ranks`` is not positive.
     CommError
-        This process is a rank itself.
+        This process is one of several ranks itself.
     """
-    if (here := launched()) is not None:
+    if (here := launched()) is not None and here.size > 1:
         raise CommError(f"this is already rank {here.rank} of {here.size} under {here.launcher}: leave out the ranks")
     runtime = find_runtime()
     command = mpirun_command(runtime, ranks, [sys.executable, *arguments])
-    with subprocess.Popen(command, env=mpirun_environment(runtime, ranks)) as job:
+    columns = {"COLUMNS": str(shutil.get_terminal_size().columns)}  # of the real terminal, which ranks can't ask
+    with subprocess.Popen(command, env=mpirun_environment(runtime, ranks, columns | os.environ)) as job:
         return _wait(job)
 
 

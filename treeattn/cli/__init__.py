@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
 import click
 
 from treeattn import __version__
 from treeattn.cli.decode import decode
 from treeattn.cli.doctor import doctor
-from treeattn.cli.failure import OneSentence
+from treeattn.cli.failure import run_command
 from treeattn.cli.topology import topology
 
-__all__ = ["main"]
+__all__ = ["commands", "main"]
 
 EXAMPLES = """\b
 Examples:
@@ -22,7 +26,7 @@ Examples:
 
 
 @click.group(
-    cls=OneSentence,
+    "treeattn",
     commands=[decode, topology, doctor],
     invoke_without_command=True,
     epilog=EXAMPLES,
@@ -30,10 +34,15 @@ Examples:
 )
 @click.version_option(__version__, prog_name="treeattn")
 @click.pass_context
-def main(context: click.Context) -> None:
+def commands(context: click.Context) -> None:
     """Exact attention decoding over a key/value cache that is split over MPI ranks.
 
     Every command runs on one process, under `mpirun -n P treeattn ...`, or starts mpirun itself with --ranks P.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run ``treeattn`` with ``arguments``, by default the process's own, and end the process."""
+    run_command(commands, sys.argv[1:] if arguments is None else arguments)

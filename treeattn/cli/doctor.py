@@ -36,7 +36,7 @@ def doctor(*, json_file: str | None) -> int:
     with TreeComm() as comm:
         checks += examine_together(comm)
     if comm.rank == 0:
-        print_rows(console(0, json_file), "treeattn doctor", _rows(checks))
+        print_rows(console(json_file), "treeattn doctor", _rows(checks))
         checked = [asdict(check) for check in checks]
         write_json(json_file, {"healthy": healthy(checks), "ranks": comm.size, "checks": checked})
     return 0 if healthy(checks) else 1

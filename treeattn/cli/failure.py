@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
 from treeattn.errors import TreeattnError
 from treeattn.launch import abort, launched
 
-__all__ = ["OneSentence"]
+__all__ = ["run_command"]
 
 GRACE = 1.5
 """Seconds that a failing rank leaves to rank 0, which may be about to say the same for all of them."""
 
 
-class OneSentence(click.Group):
-    """A group of commands whose every failure is one sentence on stderr, from one rank."""
-
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> NoReturn:
-        """Run the command line and end the process with its status."""
-        arguments = sys.argv[1:] if args is None else list(args)
-        try:
-            extra |= {"standalone_mode": False, "obj": tuple(arguments)}
-            status = super().main(arguments, prog_name or "treeattn", **extra)
-        except click.Abort:  # Ctrl-C
-            raise SystemExit(130) from None
-        except BrokenPipeError:  # the reader of our output has seen enough
-            raise SystemExit(141) from None
-        except Exception as error:
-            _fail(error, debug="--debug" in arguments)
-        if status:
-            _let_rank_zero_speak()
-        raise SystemExit(status)
+def run_command(command: click.Command, arguments: Sequence[str]) -> NoReturn:
+    """Run a command line and end the process with its status; a failure is one sentence on stderr, from one rank."""
+    try:
+        status = command.main(arguments, "treeattn", standalone_mode=False, obj=tuple(arguments))
+    except click.Abort:  # Ctrl-C
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # the reader of our output has seen enough
+        raise SystemExit(141) from None
+    except Exception as error:
+        _fail(error, debug="--debug" in arguments)
+    if status:
+        _let_rank_zero_speak()
+    raise SystemExit(status)
 
 
 def _fail(error: Exception, debug: bool) -> NoReturn:
@@ -51,6 +45,8 @@ def _sentence(error: Exception) -> str:
         return error.format_message().rstrip(".") + command
     if isinstance(error, click.ClickException):
         return error.format_message()
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
     if isinstance(error, (TreeattnError, OSError)):
         return " ".join(str(error).split())
     return f"unexpected {type(error).__name__}: {error} (--debug shows where)"

@@ -1,4 +1,4 @@
-"""Options that several commands take, and the types of their values."""
+"""Options that several commands take, and how their values are read."""
 
 from __future__ import annotations
 
@@ -11,45 +11,28 @@ import click
 from treeattn.errors import InputError
 from treeattn.launch import launched, run
 
-__all__ = ["HOSTS", "WINDOW", "json_option", "on_ranks", "plan_options"]
+__all__ = ["json_option", "on_ranks", "plan_options", "read_window"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-class Hosts(click.ParamType):
-    """Host labels, one per rank, between commas."""
-
-    name = "a,a,b,b"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """Split the list; how many labels there must be, the communicator knows."""
-        labels = value if isinstance(value, tuple) else tuple(label.strip() for label in value.split(","))
-        if not all(labels):
-            self.fail(f"expected labels between commas, such as a,a,b,b, got {value!r}", param, ctx)
-        return labels
+def read_hosts(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """Split labels at commas; how many there must be, the communicator knows."""
+    labels = None if value is None else tuple(label.strip() for label in value.split(","))
+    if labels is not None and not all(labels):
+        raise click.BadParameter(f"expected labels between commas, such as a,a,b,b, got {value!r}")
+    return labels
 
 
-class Window(click.ParamType):
-    """How far back and ahead a query sees, as LEFT,RIGHT."""
-
-    name = "left,right"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int | None, int | None]:
-        """Read two numbers, or `none` for no limit; which numbers make sense, the library knows."""
-        try:
-            left, right = value if isinstance(value, tuple) else value.split(",")
-            return _limit(left), _limit(right)
-        except ValueError:
-            self.fail(f"expected LEFT,RIGHT, each a number or none, got {value!r}", param, ctx)
-
-
-def _limit(word: Any) -> int | None:
-    return None if word is None or str(word).strip().lower() == "none" else int(word)
-
-
-HOSTS, WINDOW = Hosts(), Window()
+def read_window(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | None, int | None] | None:
+    """Read LEFT,RIGHT; which numbers make sense, the library knows."""
+    if value is None:
+        return None
+    try:
+        left, right = (None if word.strip() == "none" else int(word) for word in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"expected LEFT,RIGHT, each a number or none, got {value!r}") from None
+    return left, right
 
 
 def plan_options(command: Command) -> Command:
@@ -57,7 +40,9 @@ def plan_options(command: Command) -> Command:
     for option in (
         click.option("--deterministic", is_flag=True, help="Equal bits whatever the hosts, for more bytes."),
         click.option("--plan", default="auto", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN."),
-        click.option("--hosts", type=HOSTS, help="Pretend that the ranks are on these hosts."),
+        click.option(
+            "--hosts", callback=read_hosts, metavar="A,A,B,B", help="Pretend that the ranks are on these hosts."
+        ),
     ):
         command = option(command)
     return command

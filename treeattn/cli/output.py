@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, both from rank 0 alone."""
+"""What rank 0 prints: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treeattn.launch import launched
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["console", "counts", "escape", "print_rows", "write_json"]
 
 
-def console(rank: int, json_file: str | None = None) -> Console:
-    """Give where to print: nowhere on other ranks than 0, and where JSON has standard output to itself."""
+def console(json_file: str | None) -> Console:
+    """Give where rank 0 prints: nowhere if JSON has standard output to itself."""
     from rich.console import Console
 
-    return Console(quiet=rank != 0 or json_file == "-", highlight=False, soft_wrap=True)
+    # Launchers give ranks a terminal of their own, whatever reads their output in the end.
+    plain = None if launched() is None else False
+    return Console(quiet=json_file == "-", force_terminal=plain, highlight=False)
 
 
 def print_rows(to: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:

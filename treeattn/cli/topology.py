@@ -55,7 +55,7 @@ def topology(
     tree = _tree(labels, plan, deterministic, root, payload)
     if rank == 0:
         results = _results(tree, payload)
-        to = console(0, json_file)
+        to = console(json_file)
         to.print(tree.draw(), markup=False)
         print_rows(to, f"\nOne merge of states of {counts(payload)} bytes", _rows(results))
         write_json(json_file, results)

@@ -87,7 +87,12 @@ class Workload:
 
     def options(self, start: int) -> dict[str, Any]:
         """Give the keyword options of a call whose keys begin at position ``start``."""
-        options = {"causal": self.causal, "window": self.window, "softcap": self.softcap, "layout": self.layout}
+        options: dict[str, Any] = {
+            "causal": self.causal,
+            "window": self.window,
+            "softcap": self.softcap,
+            "layout": self.layout,
+        }
         if self.causal or self.window is not None:
             options |= {"q_pos": np.arange(self.tokens - self.q_tokens, self.tokens), "kv_pos": start}
         return options
@@ -134,13 +139,15 @@ class Workload:
         """Compare ``out`` with the float64 oracle, whose memory does not grow with the context.
 
         Pieces of the cache are answered one by one and weighed by their lse, all in float64 and without any of the
-        code that is checked. The yardstick, plain NumPy in the same precision, gets the first piece.
+        code that is checked. The yardstick, plain NumPy in the same precision, gets the last tokens, a piece of them:
+        no window hides those.
         """
         from treeattn.testing.oracle import dense, tolerance
 
         q, pieces = self.query(), self._pieces()
         answers = [dense(q, *self.cache(*piece), **self.options(piece[0])) for piece in pieces]
-        limit = tolerance(q, *self.cache(*pieces[0]), **self.options(pieces[0][0])).out
+        start = max(0, self.tokens - pieces[0][1])
+        limit = tolerance(q, *self.cache(start, self.tokens), **self.options(start)).out
         error = np.max(np.abs(out.astype(np.float64) - self._weighed(answers)), initial=0.0)
         kind = "whole" if len(pieces) == 1 else f"in {len(pieces)} pieces, weighed by lse"
         return Verdict(float(error), float(limit), f"float64 oracle, {kind}")
@@ -154,7 +161,9 @@ class Workload:
         """Add up the pieces' outputs, each by its share of the whole softmax's sum."""
         lse = np.logaddexp.reduce([answer.lse for answer in answers])
         shares = [np.exp(answer.lse - np.where(np.isneginf(lse), 0, lse))[..., None] for answer in answers]
-        return sum(self._bhtd(share) * answer.out for share, answer in zip(shares, answers, strict=True))
+        weighed: list[Array] = [self._bhtd(share) * answer.out for share, answer in zip(shares, answers, strict=True)]
+        total: Array = np.stack(weighed).sum(axis=0)
+        return total
 
     def _block(self, block: int) -> tuple[Array, Array]:
         rng = np.random.default_rng((self.seed, 1 + block))

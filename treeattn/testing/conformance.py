@@ -1,0 +1,188 @@
+"""What every backend has to do, as tests to inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import treeattn
+from treeattn import PartialState
+from treeattn.backends.base import Backend
+from treeattn.testing.oracle import assert_attention, assert_close, dense, tolerance
+
+__all__ = ["BackendConformance"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+TOKENS = 37
+"""Keys of a test's sequence: odd, so that it fills no kernel's blocks."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (5, 2)},
+    "softcap": {"softcap": 1.5},
+    "scale": {"scale": 0.1},
+    "bool mask": {"mask": np.arange(TOKENS) % 3 != 0},
+    "float mask": {"mask": np.where(np.arange(TOKENS) % 5 == 0, -np.inf, 0.25).astype(np.float32)},
+    "kv_len": {"kv_len": np.array([TOKENS, 4])},
+    "bthd": {"layout": "bthd"},
+}
+
+
+class BackendConformance:
+    """Subclass it, set ``backend``, and pytest runs every check on it.
+
+    Attributes
+    ----------
+    backend : Backend
+        What is tested.
+    dtypes : tuple of str
+        Types of q, k and v that it takes; narrow it where it can't take all.
+
+    Examples
+    --------
+    >>> from treeattn.testing import BackendConformance, FakeBackend
+    >>> class TestFakeBackend(BackendConformance):
+    ...     backend = FakeBackend()
+    """
+
+    backend: Backend
+    dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
+
+    def inputs(self, dtype: str = "float32", layout: str = "bhtd") -> tuple[Array, Array, Array]:
+        """Two rows, six query heads over two KV heads, three query tokens, and values wider than keys."""
+        from treeattn.arrays import narrow_dtype
+
+        rng = np.random.default_rng(0)
+        shapes = ((2, 6, 3, 8), (2, 2, TOKENS, 8), (2, 2, TOKENS, 11))
+        arrays = (rng.standard_normal(shape).astype(narrow_dtype(dtype)) for shape in shapes)
+        q, k, v = (each if layout == "bhtd" else np.ascontiguousarray(each.swapaxes(1, 2)) for each in arrays)
+        return q, k, v
+
+    def states(self, *cuts: int, dtype: str = "float32") -> list[PartialState]:
+        """States of the shards between ``cuts``."""
+        q, k, v = self.inputs(dtype)
+        edges = (0, *cuts, TOKENS)
+        pieces = [slice(start, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+        return [treeattn.partial_attention(q, k[:, :, at], v[:, :, at], backend=self.backend) for at in pieces]
+
+    def bits(self, state: PartialState) -> bytes:
+        """Give the packed bytes of ``state``, from wherever they are."""
+        data = np.empty(state.nbytes, np.uint8)
+        self.backend.ops.to_host(state._packed, data)
+        return data.tobytes()
+
+    def on_device(self, packed: Array) -> PartialState:
+        """Make a state with these packed numbers."""
+        there = self.backend.ops.empty(packed.shape, packed.dtype.name)
+        self.backend.ops.from_host(np.ascontiguousarray(packed).reshape(-1).view(np.uint8), there)
+        return PartialState(there, self.backend.ops)
+
+    def test_reasons_are_sentences(self) -> None:
+        """It says why it can't run by a list of texts, which is empty here."""
+        assert self.backend.reasons() == []
+        assert isinstance(self.backend.name, str)
+        assert self.backend.ops.name == self.backend.name
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_every_option_gives_the_dense_answer(self, case: str) -> None:
+        """Within twice the error of plain NumPy."""
+        q, k, v = self.inputs(layout=CASES[case].get("layout", "bhtd"))
+        got = treeattn.attention(q, k, v, backend=self.backend, return_lse=True, **CASES[case])
+        assert_attention(got, q, k, v, **CASES[case])
+
+    def test_every_dtype_gives_the_dense_answer(self) -> None:
+        """Within twice the error of plain NumPy in that dtype."""
+        for dtype in self.dtypes:
+            q, k, v = self.inputs(dtype)
+            got = treeattn.attention(q, k, v, backend=self.backend, return_lse=True)
+            assert got[0].dtype == q.dtype
+            assert_attention(got, q, k, v)
+
+    def test_hidden_keys_contribute_nothing_whatever_they_hold(self) -> None:
+        """NaN and infinity behind kv_len or a mask never appear."""
+        q, k, v = self.inputs()
+        k[1, :, 4:], v[1, :, 4:] = np.nan, np.inf
+        options = {"kv_len": np.array([TOKENS, 4])}
+        got = treeattn.attention(q, k, v, backend=self.backend, return_lse=True, **options)
+        assert np.isfinite(got[0]).all()
+        assert_attention(got, q, k, v, **options)
+
+    def test_a_row_without_keys_gives_zero_or_its_sink(self) -> None:
+        """Out = 0 and lse = -inf, or lse = sink."""
+        q, k, v = self.inputs()
+        sink = np.arange(6, dtype=np.float32)
+        for given, lse in ((None, -np.inf), (sink, sink[:, None])):
+            out, got = treeattn.attention(
+                q, k[:, :, :0], v[:, :, :0], sink=given, backend=self.backend, return_lse=True
+            )
+            assert not out.any()
+            assert np.array_equal(got, np.broadcast_to(np.float32(lse), got.shape))
+
+    def test_the_sink_is_counted_once(self) -> None:
+        """Also where the keys come in shards."""
+        q, k, v = self.inputs()
+        sink = np.linspace(-1, 2, 6, dtype=np.float32)
+        got = treeattn.merge(self.states(5, 20)).finish(sink=sink, return_lse=True)
+        assert_attention(got, q, k, v, sink=sink)
+
+    def test_shards_anywhere_and_in_any_order_give_the_dense_answer(self) -> None:
+        """Law 2: empty shards too."""
+        q, k, v = self.inputs()
+        right, limit = dense(q, k, v), tolerance(q, k, v)
+        for cuts in ((), (1,), (0, 12, 12, 36), (7, 9, 20, 25, 26, 37, 37)):
+            for states in _orders(self.states(*cuts)):
+                out, lse = treeattn.merge(states).finish(return_lse=True)
+                assert_close(out, right.out, limit.out, f"out of shards at {cuts}")
+                assert_close(lse, right.lse, limit.lse, f"lse of shards at {cuts}")
+
+    def test_merge_is_associative_and_commutative_to_rounding(self) -> None:
+        """Law 1."""
+        q, k, v = self.inputs()
+        a, b, c = self.states(10, 22)
+        right, limit = dense(q, k, v), tolerance(q, k, v)
+        for merged in (a.merge(b).merge(c), a.merge(b.merge(c)), c.merge(a).merge(b), b.merge(a).merge(c)):
+            assert_close(merged.finish(), right.out, limit.out)
+
+    def test_the_identity_is_neutral_exactly(self) -> None:
+        """Law 1: not a bit changes."""
+        for dtype in ("float32", "float64"):
+            (state,) = self.states(dtype=dtype)
+            identity = PartialState.identity(state.shape, dtype=dtype, backend=self.backend)
+            for merged in (identity.merge(state), state.merge(identity), treeattn.merge([identity, state, identity])):
+                assert self.bits(merged) == self.bits(state)
+
+    def test_a_state_of_no_keys_never_leaks_what_it_holds(self) -> None:
+        """Law 1: l = 0 means that o is garbage, NaN even."""
+        (state,) = self.states()
+        garbage = np.full((*state.shape[:3], state.shape[3] + 2), np.nan, np.float32)
+        garbage[..., -2], garbage[..., -1] = 0, -np.inf
+        empty = self.on_device(garbage)
+        assert self.bits(empty.merge(state)) == self.bits(state)
+        assert self.bits(state.merge(empty)) == self.bits(state)
+        assert not np.asarray(empty.merge(empty).finish()).any()
+
+    def test_equal_inputs_in_equal_order_give_equal_bits(self) -> None:
+        """Law 3, and no difference whether the result overwrites one of the sources."""
+        once, again = self.states(3, 17, 30), self.states(3, 17, 30)
+        merged = self.bits(treeattn.merge(once))
+        assert self.bits(treeattn.merge(again)) == merged
+        for position in range(4):
+            states = self.states(3, 17, 30)
+            assert self.bits(treeattn.merge(states, out=states[position])) == merged
+
+    def test_bytes_survive_the_way_to_the_host_and_back(self) -> None:
+        """What travels between ranks is what was there."""
+        packed = np.random.default_rng(1).standard_normal((2, 3, 1, 6)).astype(np.float32)
+        assert self.bits(self.on_device(packed)) == packed.tobytes()
+
+
+def _orders(states: list[PartialState]) -> Iterator[list[PartialState]]:
+    yield states
+    yield states[::-1]
+    yield [states[i] for i in np.random.default_rng(2).permutation(len(states))]
