@@ -9,7 +9,7 @@
 //   ta_matrix          fragments of q, K and V and the accumulators
 //   TA_SCORES          logits that a lane holds of sixteen keys, all of the query row ta_score_row(lane)
 //   ta_score_key       which key the i-th of them belongs to; ta_score_lane and ta_score_slot: where a key's is
-//   ta_row_reduce      offsets of the lanes that share a row
+//   TA_ROW_FIRST, _END offsets of the lanes that share a row: powers of two from the first up to, not with, the end
 // and both read and write only whole 16-byte pieces of K and V.
 
 #include "dialect.cu"
@@ -115,7 +115,8 @@ extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, TA_BLOCKS) treeattn_matr
   for (int base = here.first_key; base < here.end_key; base += TA_STEP) {
     const int key = base + wave * 16;
     float x[TA_SCORES], weights[TA_SCORES];
-    state.load(k, v, TA_K_STEP, TA_V_STEP, key, here.end_key - 1, lane);
+    state.load_keys(k, TA_K_STEP, key, here.end_key - 1, lane);
+    state.load_values(v, TA_V_STEP, key, here.end_key - 1, lane);
     state.score(x);
     float highest = m;
     bool clean = true;

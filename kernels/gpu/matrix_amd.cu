@@ -119,13 +119,16 @@ struct ta_matrix {
     for (int n = 0; n < TA_V_LOADS * 8 * TA_SCORES; n++) o[n / (8 * TA_SCORES)][n / TA_SCORES % 8][n % TA_SCORES] = 0.f;
   }
 
-  TA_INLINE void load(const char* keys, const char* values, int k_step, int v_step, int key, int last, int lane) {
-    const char* row = keys + (long long)ta_min(key + lane % 16, last) * k_step;
+  TA_INLINE void load_keys(const char* keys, int step, int key, int last, int lane) {
+    const char* row = keys + (long long)ta_min(key + lane % 16, last) * step;
 #pragma unroll
     for (int c = 0; c < TA_K_PADDED; c++) k[c] = ta_load(row, first(c, lane), TA_D);
+  }
+
+  TA_INLINE void load_values(const char* values, int step, int key, int last, int lane) {
 #pragma unroll
     for (int i = 0; i < TA_TERMS; i++) {
-      const char* value = values + (long long)ta_min(key + ta_term_key(i, lane), last) * v_step;
+      const char* value = values + (long long)ta_min(key + ta_term_key(i, lane), last) * step;
 #pragma unroll
       for (int c = 0; c < TA_V_LOADS; c++) v[c][i] = ta_load(value, c * 128 + lane % 16 * 8, TA_DV);
     }

@@ -45,19 +45,21 @@ struct ta_matrix {
     for (int i = 0; i < TA_V_LOADS * 32; i++) o[i / 32][i / 4 % 8][i % 4] = 0.f;
   }
 
-  TA_INLINE void load(const char* keys, const char* values, int k_step, int v_step, int key, int last, int lane) {
-    const int g = lane / 4, t = lane % 4;
+  TA_INLINE void load_keys(const char* keys, int step, int key, int last, int lane) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      const char* row = keys + (long long)ta_min(key + n * 8 + g, last) * k_step;
+      const char* row = keys + (long long)ta_min(key + n * 8 + lane / 4, last) * step;
 #pragma unroll
-      for (int c = 0; c < TA_K_LOADS; c++) k[n][c] = ta_load(row, c * 32 + t * 8, TA_D);
+      for (int c = 0; c < TA_K_LOADS; c++) k[n][c] = ta_load(row, c * 32 + lane % 4 * 8, TA_D);
     }
+  }
+
+  TA_INLINE void load_values(const char* values, int step, int key, int last, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const char* row = values + (long long)ta_min(key + ta_score_key(i, lane), last) * v_step;
+      const char* row = values + (long long)ta_min(key + ta_score_key(i, lane), last) * step;
 #pragma unroll
-      for (int c = 0; c < TA_V_LOADS; c++) v[c][i] = ta_load(row, c * 64 + g * 8, TA_DV);
+      for (int c = 0; c < TA_V_LOADS; c++) v[c][i] = ta_load(row, c * 64 + lane / 4 * 8, TA_DV);
     }
   }
 

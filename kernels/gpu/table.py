@@ -17,14 +17,16 @@ TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "float8_
 REGISTERS_PER_BLOCK_SLOT = 65536 // THREADS
 """32-bit registers of an NVIDIA multiprocessor for each thread of one block."""
 
-MATRIX_WIDTH = 128
-"""Widest row whose fragments and sums fit the registers; wider ones take the vector kernel."""
+MATRIX_WIDTH = {"mma": 128, "mfma": 128, "wmma12": 128, "wmma11": 64}
+"""Widest row whose fragments and sums fit the registers; wider ones take the vector kernel. RDNA3 holds every
+fragment twice, so that rows of 128 spill; its memory is slow enough for the vector kernel to keep up."""
 
 MATRIX_ROWS = 8
 """Queries of one tensor-core tile; the instruction's other eight rows carry low-order parts."""
 
-LANE_ELEMENTS = 128
-"""Elements of q and o that one lane holds at most, where a tile of fewer rows can avoid more."""
+LANE_ELEMENTS = {"cuda": 128, "hip": 64}
+"""Elements of q and o that one lane holds at most, where a tile of fewer rows can avoid more; clang's code for AMD
+spills to memory with as many as NVIDIA's compiler still keeps."""
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
@@ -138,8 +140,9 @@ def choose(spec: Spec, target: Target, *, k_wide: bool = True, v_wide: bool = Tr
         "v_scaled": spec.kv.v_scaled,
     }
     if k_wide and v_wide and _fits_matrix(spec, target):
-        return Specialisation("matrix", rows=MATRIX_ROWS, team=target.wave, unroll=1, blocks=3, **common)  # type: ignore[arg-type]
-    shape = _vector_shape(spec, k_wide and v_wide)
+        blocks = _matrix_blocks(spec)
+        return Specialisation("matrix", rows=MATRIX_ROWS, team=target.wave, unroll=1, blocks=blocks, **common)  # type: ignore[arg-type]
+    shape = _vector_shape(spec, target, k_wide and v_wide)
     return Specialisation("vector", **common, **shape)  # type: ignore[arg-type]
 
 
@@ -148,22 +151,33 @@ def _fits_matrix(spec: Spec, target: Target) -> bool:
     kv = spec.kv
     exact = spec.q_dtype == kv.k_dtype or (kv.k_dtype == "bfloat16" and spec.q_dtype in ("float32", "float16"))
     sixteen = kv.k_dtype == kv.v_dtype and kv.k_dtype in ("bfloat16", "float16")
-    narrow = max(spec.head_dim, spec.v_head_dim) <= MATRIX_WIDTH
     plain = not (kv.k_scaled or kv.v_scaled)
-    return target.matrix is not None and exact and sixteen and narrow and plain and spec.group * spec.q_tokens >= 4
+    if target.matrix is None or not (exact and sixteen and plain) or spec.group * spec.q_tokens < 4:
+        return False
+    return max(spec.head_dim, spec.v_head_dim) <= MATRIX_WIDTH[target.matrix]
 
 
-def _vector_shape(spec: Spec, wide: bool) -> dict[str, int]:
+def _matrix_blocks(spec: Spec) -> int:
+    """As many as leave the registers that the kernel needs without spilling: the checks hold it to that."""
+    if max(spec.head_dim, spec.v_head_dim) <= 64:
+        return 3
+    whole = spec.head_dim % 32 == 0 and spec.v_head_dim % 64 == 0
+    return 3 if whole and not (spec.positional or spec.mask or spec.softcap) else 2
+
+
+def _vector_shape(spec: Spec, target: Target, wide: bool) -> dict[str, int]:
     k_each, v_each = 16 // _BYTES[spec.kv.k_dtype], 16 // _BYTES[spec.kv.v_dtype]
     loads = -(-spec.head_dim // k_each), -(-spec.v_head_dim // v_each)
     team = min((2**i for i in range(5, -1, -1)), key=lambda lanes: _team_cost(loads, lanes))
     k_pieces, v_pieces = (-(-n // team) for n in loads)
     elements = k_pieces * k_each + v_pieces * v_each
     rows = 1
-    while rows < min(spec.group * spec.q_tokens, 8) and 2 * rows * elements <= LANE_ELEMENTS:
+    while rows < min(spec.group * spec.q_tokens, 8) and 2 * rows * elements <= LANE_ELEMENTS[target.dialect]:
         rows *= 2
     held = 4 * (k_pieces + v_pieces) if wide else elements  # registers of one row on its way
     unroll = 4 if held <= 8 else 2 if held <= 16 else 1
+    if target.dialect == "hip" and rows * elements > 32:
+        unroll = min(unroll, 2)
     registers = rows * elements + unroll * held + rows * unroll + 36
     blocks = max(1, min(REGISTERS_PER_BLOCK_SLOT // registers, 8))
     return {"team": team, "rows": rows, "unroll": unroll, "blocks": blocks}
