@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from treeattn.inputs import Args, Spec
+from treeattn.kernels.gpu.source import MAX_SOURCES
 from treeattn.kernels.gpu.table import TYPES, Specialisation
 
-__all__ = ["CALL", "address", "is_wide", "pack_call"]
+__all__ = ["CALL", "FINISH", "MERGE", "address", "is_wide", "pack_call", "pack_finish", "pack_merge"]
 
 UNLIMITED = 2**62
 """A window's side without a limit: past every distance between positions, and no sum with one overflows."""
@@ -54,6 +56,12 @@ CALL = np.dtype(
 )
 """``struct ta_call``, field by field. Addresses are integers."""
 
+MERGE = np.dtype([("sources", "i8", MAX_SOURCES), ("out", "i8"), ("count", "i8"), ("width", "i8")])
+"""``struct ta_merge``."""
+
+FINISH = np.dtype([(name, "i8") for name in ("packed", "sink", "out", "lse", "heads", "tokens", "width")])
+"""``struct ta_finish``."""
+
 
 def address(array: Any) -> int:
     """Where an array's first element is, on whatever device; 0 for None."""
@@ -70,7 +78,9 @@ def is_wide(array: Any) -> bool:
     return aligned and array.strides[3] == itemsize and array.shape[3] * itemsize % 16 == 0
 
 
-def pack_call(spec: Spec, chosen: Specialisation, args: Args, *, out: int, part: int, arrived: int, splits: int) -> npt.NDArray[Any]:
+def pack_call(
+    spec: Spec, chosen: Specialisation, args: Args, *, out: int, part: int, arrived: int, splits: int
+) -> npt.NDArray[Any]:
     """Fill one ``struct ta_call``.
 
     Parameters
@@ -103,6 +113,19 @@ def pack_call(spec: Spec, chosen: Specialisation, args: Args, *, out: int, part:
     record["q_type"] = TYPES[spec.q_dtype]
     record["scale"], record["softcap"] = spec.scale, spec.softcap or 0.0
     return call
+
+
+def pack_merge(sources: Sequence[int], out: int, *, width: int) -> npt.NDArray[Any]:
+    """Fill one ``struct ta_merge``: addresses of at most ``MAX_SOURCES`` packed states, merged in this order."""
+    call = np.zeros(1, MERGE)
+    call["sources"][0, : len(sources)] = sources
+    call["out"], call["count"], call["width"] = out, len(sources), width
+    return call
+
+
+def pack_finish(**fields: int) -> npt.NDArray[Any]:
+    """Fill one ``struct ta_finish``, whose fields are the keywords."""
+    return np.array([tuple(fields[name] for name in FINISH.names or ())], FINISH)
 
 
 def _put(record: Any, name: str, array: Any) -> None:

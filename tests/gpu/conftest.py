@@ -28,7 +28,7 @@ class Emulator:
     """Compiles kernels with g++ and launches them; each compiled once a session."""
 
     def __init__(self, folder: Path, *, portable: bool = False) -> None:
-        self._folder = folder
+        self.folder = folder
         self._flags = [*FLAGS, "-DFIBERS_PORTABLE"] if portable else FLAGS
         self._loaded: dict[Path, Any] = {}
 
@@ -36,9 +36,9 @@ class Emulator:
         """Give the library of one kernel."""
         macros = [f"-D{name}={value}" for name, value in defines.items()]
         key = hashlib.sha256("\0".join([text, kernel, *macros, *self._flags]).encode()).hexdigest()[:16]
-        library = self._folder / f"{key}.so"
+        library = self.folder / f"{key}.so"
         if not library.exists():
-            written = self._folder / f"{key}.cu"
+            written = self.folder / f"{key}.cu"
             written.write_text(text)
             names = [f'-DKERNEL_TEXT="{written}"', f"-DKERNEL_NAME={kernel}", f"-DKERNEL_STRUCT={struct}"]
             command = ["g++", *self._flags, *macros, *names, f"-I{HERE}", str(HERE / "launch.cpp"), "-o", str(library)]

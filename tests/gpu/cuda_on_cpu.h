@@ -1,8 +1,7 @@
 // The names of CUDA and HIP, and of dialect.cu, on fibers: what the kernels' text needs to be plain C++.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
+#include <math.h>
 
 #include "fibers.h"
 

@@ -5,19 +5,18 @@
 // GPU answers with a hang or with garbage, and which ends the launch here with a sentence.
 #pragma once
 
+// C's headers only: the C++ ones take longer to compile than a kernel does.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
-
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <vector>
 
 namespace fibers {
 
 enum State { READY, AT_WAVE, AT_BARRIER, DONE };
 
 constexpr size_t STACK = 256 * 1024;
+constexpr int THREADS = 128;  // of a block, at most
 constexpr int SLOT = 64;  // bytes that a lane can hand to its wave at one meeting
 
 struct Fiber {
@@ -30,9 +29,9 @@ struct Fiber {
   ucontext_t context;
 };
 
-inline std::vector<Fiber> all;
+inline Fiber all[THREADS];
 inline int current, wave = 32;
-inline std::function<void()> body;
+inline void (*body)();
 inline void* scheduler_pointer;
 inline ucontext_t scheduler_context;
 inline char report[256];
@@ -151,12 +150,8 @@ inline bool run_wave(int first, int end) {
 
 // Run one block; false, with `report` set, where its threads diverge.
 inline bool run_block(int threads) {
-  if ((int)all.size() < threads) {
-    for (Fiber& fiber : all) free(fiber.stack);
-    all.assign(threads, Fiber());
-    for (Fiber& fiber : all) fiber.stack = (char*)aligned_alloc(64, STACK);
-  }
   for (int i = 0; i < threads; i++) {
+    if (!all[i].stack) all[i].stack = (char*)aligned_alloc(64, STACK);
     all[i].state = READY;
     all[i].parity = 0;
     prepare(all[i], run_body);

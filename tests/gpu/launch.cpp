@@ -3,9 +3,12 @@
 
 #include KERNEL_TEXT
 
+static const KERNEL_STRUCT* arguments;
+
 extern "C" const char* launch(const KERNEL_STRUCT* call, const int* order, int blocks, int wave) {
   fibers::wave = wave;
-  fibers::body = [=] { KERNEL_NAME(*call); };
+  arguments = call;
+  fibers::body = [] { KERNEL_NAME(*arguments); };
   gridDim.x = blocks;
   for (int i = 0; i < blocks; i++) {
     blockIdx.x = order[i];
