@@ -1,6 +1,6 @@
 """Instruction issue that streaming needs: counted in machine code, for cards that need not be here.
 
-    python benchmarks/issue_slots.py [--json FILE]
+    python benchmarks/issue_slots.py [--card NAME ...] [--json FILE]
 
 For each kernel, the instructions on the cheapest way once around the streaming loop (the way without rescaling and
 without hidden keys), the bytes of K and V that a warp takes on it, and from both the share of a card's issue slots
@@ -160,13 +160,14 @@ def kernels() -> dict[str, Specialisation]:
     }
 
 
-def report() -> list[dict[str, object]]:
-    """Measure every kernel for every architecture of the cards."""
+def report(names: list[str]) -> list[dict[str, object]]:
+    """Measure every kernel for every architecture of the cards called ``names``."""
+    cards = {name: CARDS[name] for name in names}
     rows: list[dict[str, object]] = []
     for name, chosen in kernels().items():
-        for arch in dict.fromkeys(card.arch for card in CARDS.values()):
+        for arch in dict.fromkeys(card.arch for card in cards.values()):
             way, taken = measure(chosen, arch)
-            shares = {card: share(len(way), taken, each) for card, each in CARDS.items() if each.arch == arch}
+            shares = {card: share(len(way), taken, each) for card, each in cards.items() if each.arch == arch}
             counts = Counter(each.name.split(".")[0] for each in way)
             rows.append(
                 {
@@ -186,8 +187,9 @@ def report() -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the table to this file too")
+    parser.add_argument("--card", action="append", choices=list(CARDS), help="only this card; may be repeated")
     arguments = parser.parse_args()
-    rows = report()
+    rows = report(arguments.card or list(CARDS))
     for row in rows:
         shares = ", ".join(f"{card} {value:.0%}" for card, value in dict(row["share"]).items())  # type: ignore[call-overload]
         print(f"{row['kernel']:34} {row['arch']}: {row['instructions']:4} for {row['bytes']:5} bytes: {shares}")

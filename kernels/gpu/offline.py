@@ -14,7 +14,16 @@ from treeattn.errors import BackendError, MissingDependencyError
 from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.table import Specialisation
 
-__all__ = ["Resources", "compile_attention", "compile_merge", "compile_text", "disassemble", "reasons", "resources"]
+__all__ = [
+    "Resources",
+    "compile_attention",
+    "compile_merge",
+    "compile_ptx",
+    "compile_text",
+    "disassemble",
+    "reasons",
+    "resources",
+]
 
 INSTALL = "pip install cuda-bindings nvidia-cuda-nvrtc nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 
@@ -51,6 +60,11 @@ def compile_merge(arch: str) -> bytes:
     return compile_text(source.text("merge.cu"), source.merge_defines(), arch, "-fmad=false")
 
 
+def compile_ptx(chosen: Specialisation, virtual: str) -> bytes:
+    """Give the PTX of an attention kernel for ``virtual``, such as ``compute_90``."""
+    return compile_text(source.text(f"{chosen.kernel}.cu"), chosen.defines(), virtual).rstrip(b"\0")
+
+
 def compile_text(text: str, defines: dict[str, str], arch: str, *options: str) -> bytes:
     """Compile ``text``.
 
@@ -72,7 +86,9 @@ def compile_text(text: str, defines: dict[str, str], arch: str, *options: str) -
     if int(status):
         log = _bytes(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
         raise BackendError(f"NVRTC refuses the text for {arch}: {log.decode(errors='replace')}")
-    code = _bytes(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    ptx = arch.startswith("compute_")
+    size, get = (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if ptx else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    code = _bytes(program, size, get)
     nvrtc.nvrtcDestroyProgram(program)
     return code
 

@@ -162,7 +162,9 @@ DIVERGENT = {
 
 @pytest.mark.parametrize("what", DIVERGENT)
 def test_divergence_is_reported(emulator: Any, what: str) -> None:
-    text = f"struct probe {{ float* out; }};\nvoid kernel(const probe call) {{ float* out = call.out; {DIVERGENT[what]} }}"
+    text = (
+        f"struct probe {{ float* out; }};\nvoid kernel(const probe call) {{ float* out = call.out; {DIVERGENT[what]} }}"
+    )
     library = emulator.compile(text, "kernel", "probe", {"TA_THREADS": "128"})
     out = np.zeros(1, np.float32)
     call = np.array([out.ctypes.data])
