@@ -17,6 +17,7 @@ import numpy as np
 
 import treeattn
 from treeattn.launch import install_abort_hook, launched
+from treeattn.plan import Stats
 
 Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
 
@@ -28,6 +29,11 @@ def labels() -> list[str]:
     here = launched()
     size = here.size if here else 1
     return ["left" if 2 * rank < size else "right" for rank in range(size)]
+
+
+def summary(stats: Stats) -> str:
+    """Write counts in words."""
+    return f"{stats.messages} messages of {stats.bytes} bytes, {stats.messages_between} to other hosts"
 
 
 def main() -> None:
@@ -47,11 +53,7 @@ def main() -> None:
     if comm.rank == 0:
         print(comm.plan.draw(), flush=True)
     comm.bcast(np.zeros(1))  # nobody goes on before the tree is drawn
-    print(
-        f"rank {comm.rank} sent {sent.messages} messages of {sent.bytes} bytes, {sent.messages_between} to other hosts; "
-        f"predicted {predicted.messages} of {predicted.bytes}, {predicted.messages_between} to other hosts",
-        flush=True,
-    )
+    print(f"rank {comm.rank} sent {summary(sent)}; predicted {summary(predicted)}", flush=True)
     comm.free()
 
 

@@ -84,6 +84,13 @@ def assert_program_went_well(reports):
 HOSTS = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abcab", 6: "aaabbc", 7: "abcdaba"}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    """Compile the merge before ranks have to wait for it."""
+    program.expected(2)
+    program.expected(2, dtype="float64")
+
+
 @pytest.mark.parametrize("size", range(1, 8))
 @pytest.mark.parametrize("one_host", [False, True])
 def test_threads(size, one_host):
@@ -103,7 +110,12 @@ def test_other_plans_with_messages_that_wait_and_arrive_in_any_order(size, optio
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_mpi(mpirun, ranks):
-    options = {2: {}, 3: {"plan": "binary"}, 4: {"hosts": list("abab")}, 7: {"hosts": list("abcdaba")}}[ranks]
+    options = {
+        2: {},
+        3: {"plan": "binary"},
+        4: {"hosts": list("abab"), "stride": 2},
+        7: {"hosts": list("abcdaba"), "stride": 5},
+    }[ranks]
     job = mpirun("comm_program", ranks, json.dumps(options))
     assert_program_went_well(job.reports)
 
