@@ -162,10 +162,13 @@ def _shared_memory() -> Check:
 
 
 def _backends() -> Check:
-    from treeattn.backends.registry import DEFAULT, available
+    from treeattn.backends.registry import DEFAULT, available, notes
 
-    found = available()
-    parts = [name if not reasons else f"{name} (no: {'; '.join(reasons)})" for name, reasons in found.items()]
+    found, noted = available(), notes()
+    parts = []
+    for name, reasons in found.items():
+        remarks = [*(f"no: {reason}" for reason in reasons), *noted.get(name, "").splitlines()]
+        parts.append(f"{name} ({'; '.join(remarks)})" if remarks else name)
     return Check("backends", ", ".join(parts), "failed" if found[DEFAULT] else "ok")
 
 
