@@ -18,11 +18,11 @@ __all__ = ["available", "find", "following", "names", "notes"]
 
 BUILT_IN = {
     "cpu": "treeattn.backends.cpu:CpuBackend",
+    "reference": "treeattn.backends.reference:ReferenceBackend",
     "nvidia": "treeattn.backends.nvidia:NvidiaBackend",
     "amd": "treeattn.backends.amd:AmdBackend",
     "pcie": "treeattn.backends.pcie:PcieBackend",
     "auto": "treeattn.backends.auto:AutoBackend",
-    "reference": "treeattn.backends.reference:ReferenceBackend",
     "fake": "treeattn.testing.fake_backend:FakeBackend",
 }
 GROUP = "treeattn.backends"
