@@ -123,7 +123,7 @@ class DeviceBackend(Backend):
 
     def reasons(self, spec: Spec | None = None) -> list[str]:
         """Say what the machine lacks, or what ``spec`` asks for that no kernel does."""
-        found = self.machine_reasons()
+        found = self.machine_reasons() or list(self._trial)
         if spec is not None and spec.state_dtype != "float32":
             found.append(f"float64 runs on the CPU only: use backend='cpu', or float32 with backend={self.name!r}")
         return found
@@ -131,6 +131,20 @@ class DeviceBackend(Backend):
     def machine_reasons(self) -> list[str]:
         """Say why no card of this family can be used here; an empty list means one can."""
         raise NotImplementedError
+
+    @cached_property
+    def _trial(self) -> list[str]:
+        """Compile and run one small kernel: CuPy may import and make arrays where its compiler can't work."""
+        seen = np.zeros(12, np.uint8)
+        try:
+            packed = self.ops.empty((1, 1, 1, 3), "float32")
+            self.ops.fill_identity(packed)
+            self.ops.to_host(packed, seen)
+        except Exception as error:  # whatever a driver or a compiler throws, it is a reason
+            first = str(error).strip().partition("\n")[0]
+            return [f"a first kernel doesn't compile or run ({type(error).__name__}: {first})"]
+        right = np.array([0, 0, -np.inf], np.float32)
+        return [] if np.array_equal(seen.view(np.float32), right) else ["a first kernel gives wrong numbers"]
 
     def prepare(self, spec: Spec) -> Prepared:
         """Give a function that launches one kernel for ``spec``, on the stream that is current when it is called."""

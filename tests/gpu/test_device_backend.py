@@ -161,6 +161,14 @@ def test_what_is_missing_is_said_with_the_command_that_installs_it(monkeypatch: 
             treeattn.attention(*inputs(), backend=name)
 
 
+def test_a_card_whose_compiler_fails_is_refused(backend: Any, card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(*_: Any, **__: Any) -> Any:
+        raise OSError("stddef.h not found\nand much more")
+
+    monkeypatch.setattr(card, "compile", compile)
+    assert backend.reasons() == ["a first kernel doesn't compile or run (OSError: stddef.h not found)"]
+
+
 class FakeCupy:
     """As much of CuPy as is asked before a card is used."""
 
