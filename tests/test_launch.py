@@ -134,7 +134,9 @@ def test_the_status_of_the_job_is_passed_on(tmp_path, monkeypatch, script, statu
 
 
 def test_after_ctrl_c_the_launcher_is_waited_for(tmp_path, monkeypatch):
-    install_fake_mpirun(tmp_path, monkeypatch, BANNERS["mpich"], f"kill -INT {os.getpid()}; sleep 0.3; touch ended")
+    install_fake_mpirun(
+        tmp_path, monkeypatch, BANNERS["mpich"], f"sleep 0.5; kill -INT {os.getpid()}; sleep 0.3; touch ended"
+    )
     monkeypatch.chdir(tmp_path)
     assert launch.run(2, ["-c", "pass"]) == 130
     assert (tmp_path / "ended").exists()
