@@ -171,8 +171,8 @@ def test_alone_the_abort_hook_changes_nothing(monkeypatch, capsys):
 )
 def test_a_failing_rank_ends_the_job(mpirun, how, status, words):
     job = mpirun("one_fails", 3, how, check=False, timeout=30)
-    assert job.rc == status
+    assert job.rc == status, job
     lines = [line for line in job.stderr.splitlines() if line.startswith("[rank ")]
-    assert len(lines) == (1 if words else 0)
+    assert len(lines) == (1 if words else 0), job
     assert all(line.startswith("[rank 1 of 3, ") for line in lines)
     assert words in job.stderr
