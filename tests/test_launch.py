@@ -134,7 +134,9 @@ def test_the_status_of_the_job_is_passed_on(tmp_path, monkeypatch, script, statu
 
 
 def test_after_ctrl_c_the_launcher_is_waited_for(tmp_path, monkeypatch):
-    install_fake_mpirun(tmp_path, monkeypatch, BANNERS["mpich"], f"kill -INT {os.getpid()}; sleep 0.3; touch ended")
+    install_fake_mpirun(
+        tmp_path, monkeypatch, BANNERS["mpich"], f"sleep 0.5; kill -INT {os.getpid()}; sleep 0.3; touch ended"
+    )
     monkeypatch.chdir(tmp_path)
     assert launch.run(2, ["-c", "pass"]) == 130
     assert (tmp_path / "ended").exists()
@@ -169,8 +171,8 @@ def test_alone_the_abort_hook_changes_nothing(monkeypatch, capsys):
 )
 def test_a_failing_rank_ends_the_job(mpirun, how, status, words):
     job = mpirun("one_fails", 3, how, check=False, timeout=30)
-    assert job.rc == status
+    assert job.rc == status, job
     lines = [line for line in job.stderr.splitlines() if line.startswith("[rank ")]
-    assert len(lines) == (1 if words else 0)
+    assert len(lines) == (1 if words else 0), job
     assert all(line.startswith("[rank 1 of 3, ") for line in lines)
     assert words in job.stderr
