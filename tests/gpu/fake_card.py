@@ -106,7 +106,7 @@ class FakeCard:
         self.emulator, self.target, self.multiprocessors = emulator, target_of(arch), 2
         self._memory = mmap.mmap(-1, ARENA)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._used = self.launches = self.copies = 0
+        self.used = self.launches = self.copies = 0
         self.stream = 0
         self._protect(NO_ACCESS)
 
@@ -123,10 +123,10 @@ class FakeCard:
             self._protect(NO_ACCESS)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> FaultingArray:
-        at = self._start + self._used
+        at = self._start + self.used
         array = FaultingArray(self, at, shape, dtype)
-        self._used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        assert self._used <= ARENA, "the fake card is out of memory"
+        self.used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        assert self.used <= ARENA, "the fake card is out of memory"
         with self.access():
             ctypes.memset(at, 0xFF, array.nbytes)  # NaN: nothing here is initialised
         return array

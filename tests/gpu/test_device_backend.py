@@ -85,6 +85,15 @@ def test_nothing_is_copied_to_the_host_on_the_way(backend: Any, card: FakeCard) 
     assert card.copies == before
 
 
+def test_a_repeated_call_allocates_nothing_so_that_a_graph_may_capture_it(backend: Any, card: FakeCard) -> None:
+    there = on_card(card, *inputs())
+    state = treeattn.partial_attention(*there, kv_len=card.upload(np.array([60])), backend=backend)
+    lengths = card.upload(np.array([41]))
+    used, copies = card.used, card.copies
+    assert treeattn.partial_attention(*there, kv_len=lengths, backend=backend, out=state) is state
+    assert (card.used, card.copies) == (used, copies)
+
+
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 def test_raw_storage_on_the_card_is_read_as_kv_dtype(backend: Any, card: FakeCard, name: str) -> None:
     q, k, v = inputs()
