@@ -21,6 +21,9 @@ from treeattn.kernels.gpu.table import Specialisation, choose
 
 __all__ = ["DeviceBackend", "DeviceOps"]
 
+LIMIT = 2**31
+"""Kernels count keys, and the bytes from one key to the next, in 32 bits; products of both in 64."""
+
 Bytes = npt.NDArray[np.uint8]
 
 ON_DEVICE = ("q", "k", "v", "q_pos", "kv_pos", "kv_len", "mask", "k_scale", "v_scale")
@@ -124,8 +127,14 @@ class DeviceBackend(Backend):
     def reasons(self, spec: Spec | None = None) -> list[str]:
         """Say what the machine lacks, or what ``spec`` asks for that no kernel does."""
         found = self.machine_reasons() or list(self._trial)
-        if spec is not None and spec.state_dtype != "float32":
+        return found if spec is None else found + self._refusals(spec)
+
+    def _refusals(self, spec: Spec) -> list[str]:
+        found = []
+        if spec.state_dtype != "float32":
             found.append(f"float64 runs on the CPU only: use backend='cpu', or float32 with backend={self.name!r}")
+        if max(abs(strides[2]) for strides in (spec.kv.k_strides, spec.kv.v_strides)) >= LIMIT:
+            found.append("the keys of one head lie 2 GiB or more apart: copy k and v to a closer layout")
         return found
 
     def machine_reasons(self) -> list[str]:
@@ -153,6 +162,8 @@ class DeviceBackend(Backend):
         def prepared(args: Args, out: Any) -> Any:
             if 0 in out.shape:
                 return out
+            if args.kv_tokens >= LIMIT:
+                raise BackendError(f"backend {self.name!r} takes at most 2**31 - 1 keys in one call: split them")
             args = self._uploaded(args)
             wide = is_wide(args.k), is_wide(args.v)
             if wide not in launches:
