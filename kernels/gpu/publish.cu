@@ -88,7 +88,6 @@ TA_INLINE void ta_publish(const ta_call& call, const ta_place& here, int teams, 
   float highest = 0.f, total = 0.f;
   __syncthreads();
   ta_weigh(m, l, teams, &highest, &total);
-  __syncthreads();
   if (splits == 1) return ta_write(call, here, o, TA_ROWS * TA_DV, m, teams, highest, total);
   float* parts = call.part + (long long)here.tile * splits * TA_PART;
   float* part = parts + (long long)here.split * TA_PART;

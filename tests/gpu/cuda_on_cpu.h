@@ -9,7 +9,8 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
-#define __shared__ static
+// In a section of its own, which is filled with NaN before each block: what a block reads, it has written.
+#define __shared__ static __attribute__((section("ta_shared")))
 #define TA_LAUNCH_BOUNDS(threads, blocks)
 #define TA_SHUFFLE(x, lane, width) cpu_shuffle(x, lane, width)
 #define TA_SHUFFLE_XOR(x, offset, width) cpu_shuffle_xor(x, offset, width)

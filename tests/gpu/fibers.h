@@ -2,7 +2,8 @@
 //
 // Waves run one after the other, each lane until it meets the others: at a shuffle or vote (all lanes of its wave
 // must come), at a barrier (all threads of the block), or at the kernel's end. Anything else is divergence, which a
-// GPU answers with a hang or with garbage, and which ends the launch here with a sentence.
+// GPU answers with a hang or with garbage, and which ends the launch here with a sentence. Every other block runs its
+// waves and lanes from the last to the first: what is right in both orders does not lean on either.
 #pragma once
 
 // C's headers only: the C++ ones take longer to compile than a kernel does.
@@ -31,6 +32,7 @@ struct Fiber {
 
 inline Fiber all[THREADS];
 inline int current, wave = 32;
+inline bool backwards;
 inline void (*body)();
 inline void* scheduler_pointer;
 inline ucontext_t scheduler_context;
@@ -136,8 +138,9 @@ inline bool fail(const char* what, int thread) {
 inline bool run_wave(int first, int end) {
   for (;;) {
     int meeting = 0;
-    for (int i = first; i < end; i++) {
-      if (all[i].state == READY || all[i].state == AT_WAVE) to_fiber(i);
+    for (int i = 0; i < wave; i++) {
+      const int lane = backwards ? end - 1 - i : first + i;
+      if (all[lane].state == READY || all[lane].state == AT_WAVE) to_fiber(lane);
     }
     for (int i = first; i < end; i++) meeting += all[i].state == AT_WAVE;
     if (meeting == 0) return true;
@@ -158,7 +161,8 @@ inline bool run_block(int threads) {
   }
   for (;;) {
     int done = 0;
-    for (int first = 0; first < threads; first += wave) {
+    for (int passed = 0; passed < threads; passed += wave) {
+      const int first = backwards ? threads - wave - passed : passed;
       if (!run_wave(first, first + wave)) return false;
     }
     for (int i = 0; i < threads; i++) done += all[i].state == DONE;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import pytest
 
 from treeattn.inputs import Options, resolve
 from treeattn.kernels import reference
+from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.targets import Target, target_of
 from treeattn.testing.oracle import assert_close, dense
 
@@ -151,6 +153,31 @@ def test_the_portable_switch_of_stacks_gives_the_same_bits(emulator: Any) -> Non
     q, k, v = inputs()
     portable = type(emulator)(emulator.folder, portable=True)
     np.testing.assert_array_equal(state(portable, VECTOR, q, k, v), state(emulator, VECTOR, q, k, v))
+
+
+@pytest.mark.parametrize("barrier", [0, 1, 3, 4, 5])
+def test_every_barrier_is_needed_and_the_emulator_shows_it(
+    emulator: Any, barrier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drop one barrier from the text: some order of lanes must give another answer, or none.
+
+    Barrier 2 orders memory between blocks, which an emulation that runs one after the other can't show.
+    """
+    text = source.text("vector.cu")
+    at = [found.start() for found in re.finditer(r"__syncthreads\(\);", text)]
+    assert len(at) == 6
+    arrays = inputs(800)
+    right = state(emulator, VECTOR, *arrays, 3)
+    broken = text[: at[barrier]] + text[at[barrier] + len("__syncthreads();") :]
+    monkeypatch.setattr(source, "text", lambda _: broken)
+    assert not all(same_answer(emulator, arrays, seed, right) for seed in range(6))
+
+
+def same_answer(emulator: Any, arrays: Any, seed: int, right: Any) -> bool:
+    try:
+        return np.array_equal(state(emulator, VECTOR, *arrays, 3, seed=seed), right)
+    except (RuntimeError, AssertionError):  # divergence, or counters that were left behind
+        return False
 
 
 DIVERGENT = {
