@@ -17,7 +17,6 @@ from numba.extending import intrinsic
 
 from treeattn.kernels.call import BLOCK
 from treeattn.kernels.compilation import inline, part
-from treeattn.kernels.memory import itemsize
 from treeattn.kernels.products import SCORES, VALUES
 from treeattn.kernels.vectors import LANES, Vectors
 
@@ -28,19 +27,20 @@ __all__ = ["SCORES_OF", "VALUES_OF", "vectorised"]
 STRIP = 16384
 """Bytes of values that stay in the first-level cache while pair after pair of rows uses them."""
 
-# Storage types in compiled code: numba has no narrow floats, so that other types of their size stand for them.
-STORAGE = {
-    types.float32: "float32",
-    types.uint16: "bfloat16",
-    types.int16: "float16",
-    types.int8: "int8",
-    types.uint8: "float8_e5m2",
+STORED = {
+    types.float32: ("float32", 4),
+    types.uint16: ("bfloat16", 2),
+    types.int16: ("float16", 2),
+    types.int8: ("int8", 1),
+    types.uint8: ("float8_e5m2", 1),
+    types.uint32: ("float8_e4m3fn", 1),
 }
+"""Storage types and their bytes, by what stands for them in compiled code, where numba has no narrow floats."""
 
 
 def vectorised(storage: str, width: int, stride: int) -> bool:
     """Whether rows of ``storage`` are whole vectors, contiguous, and of a type that this processor can widen."""
-    if storage not in SCORES_OF or width % LANES or stride != (4, 2, 1)[("32" not in storage) + ("8" in storage)]:
+    if (storage, stride) not in STORED.values() or width % LANES:
         return False
     halves = storage in ("float16", "float8_e5m2")
     return not halves or bool(binding.get_host_cpu_features().get("f16c", True))
@@ -48,8 +48,8 @@ def vectorised(storage: str, width: int, stride: int) -> bool:
 
 def _dots(typingctx: Any, kind: Any, rows: Any, q: Any, k: Any, k_t: Any, last: Any, width: Any, scores: Any) -> Any:
     """Write the scores of ``rows`` queries and the next ``LANES / rows`` keys; keys behind ``last`` are not read."""
-    storage, together = STORAGE[kind.dtype], min(rows.literal_value, LANES)
-    keys, size = LANES // together, kind.dtype.bitwidth // 8
+    (storage, size), together = STORED[kind.dtype], min(rows.literal_value, LANES)
+    keys = LANES // together
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         q, k, k_t, last, width, scores = args[2:]
@@ -95,7 +95,7 @@ def _add_keys(
     width: Any,
 ) -> Any:
     """Add ``keys`` weighted values to ``chunks`` vectors of the sums of ``rows`` rows, which stay in registers."""
-    storage, size = STORAGE[kind.dtype], kind.dtype.bitwidth // 8
+    storage, size = STORED[kind.dtype]
     together, count, masked = rows.literal_value, chunks.literal_value, bool(hidden.literal_value)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -128,6 +128,14 @@ def _add(vectors: Vectors, weight: Any, value: Any, total: Any, masked: bool) ->
     return vectors.unless_hidden(weight, added, total) if masked else added
 
 
+def _stored_bytes(typingctx: Any, kind: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.int64, STORED[kind.dtype][1])
+
+    return types.int64(kind), codegen
+
+
+stored_bytes: Any = intrinsic(_stored_bytes)
 dots: Any = intrinsic(prefer_literal=True)(_dots)
 add_keys: Any = intrinsic(prefer_literal=True)(_add_keys)
 
@@ -153,7 +161,7 @@ def _scores(kind: Any, q: int, rows: int, k: int, k_t: int, keys: int, width: in
 
 @inline
 def _values(kind: Any, p: int, rows: int, v: int, v_t: int, keys: int, width: int, sums: int, hidden: int) -> None:
-    strip = max(4, STRIP // (width * itemsize(kind)))
+    strip = max(4, STRIP // (width * stored_bytes(kind)))
     for key in range(0, keys, strip):
         count = min(strip, keys - key)
         for row in range(0, rows, 2):
@@ -170,7 +178,7 @@ def _strip(kind: Any, rows: int, p: int, v: int, v_t: int, keys: int, width: int
     """Add a strip of values to one row or two, so many columns at a time as registers hold."""
     column = 0
     while column < width:
-        at, start = v + column * itemsize(kind), sums + column * 4
+        at, start = v + column * stored_bytes(kind), sums + column * 4
         if width - column >= 8 * LANES:
             if rows == 2:
                 add_keys(kind, 2, 8, 0, p, at, v_t, keys, start, width)
@@ -198,7 +206,7 @@ def _strip_hidden(kind: Any, rows: int, p: int, v: int, v_t: int, keys: int, wid
         weights, total = p + row * BLOCK * 4, sums + row * width * 4
         column = 0
         while column < width:
-            at, start = v + column * itemsize(kind), total + column * 4
+            at, start = v + column * stored_bytes(kind), total + column * 4
             if width - column >= 8 * LANES:
                 add_keys(kind, 1, 8, 1, weights, at, v_t, keys, start, width)
                 column += 8 * LANES
@@ -232,6 +240,11 @@ def _scores_float8_e5m2(q: int, rows: int, k: int, k_t: int, keys: int, width: i
     _scores(np.uint8, q, rows, k, k_t, keys, width, scores)
 
 
+@part(SCORES)
+def _scores_float8_e4m3fn(q: int, rows: int, k: int, k_t: int, keys: int, width: int, scores: int) -> None:
+    _scores(np.uint32, q, rows, k, k_t, keys, width, scores)
+
+
 @part(VALUES)
 def _values_float32(p: int, rows: int, v: int, v_t: int, keys: int, width: int, sums: int, hidden: int) -> None:
     _values(np.float32, p, rows, v, v_t, keys, width, sums, hidden)
@@ -257,12 +270,18 @@ def _values_float8_e5m2(p: int, rows: int, v: int, v_t: int, keys: int, width: i
     _values(np.uint8, p, rows, v, v_t, keys, width, sums, hidden)
 
 
+@part(VALUES)
+def _values_float8_e4m3fn(p: int, rows: int, v: int, v_t: int, keys: int, width: int, sums: int, hidden: int) -> None:
+    _values(np.uint32, p, rows, v, v_t, keys, width, sums, hidden)
+
+
 SCORES_OF: dict[str, Callable[[], int]] = {
     "float32": _scores_float32,
     "bfloat16": _scores_bfloat16,
     "float16": _scores_float16,
     "int8": _scores_int8,
     "float8_e5m2": _scores_float8_e5m2,
+    "float8_e4m3fn": _scores_float8_e4m3fn,
 }
 VALUES_OF: dict[str, Callable[[], int]] = {
     "float32": _values_float32,
@@ -270,4 +289,5 @@ VALUES_OF: dict[str, Callable[[], int]] = {
     "float16": _values_float16,
     "int8": _values_int8,
     "float8_e5m2": _values_float8_e5m2,
+    "float8_e4m3fn": _values_float8_e4m3fn,
 }

@@ -65,6 +65,7 @@ class Vectors:
             "bfloat16": lambda: self._bits(self._extend(address, SHORT, 2), 16),
             "int8": lambda: self._builder.sitofp(self._fetch(address, BYTE, 1), self.type),
             "float8_e5m2": lambda: self._e5m2(address),
+            "float8_e4m3fn": lambda: self._e4m3fn(address),
         }[storage]()
 
     def store(self, vector: Any, address: Any) -> None:
@@ -140,6 +141,20 @@ class Vectors:
         shorts = self._builder.zext(self._fetch(address, BYTE, 1), ir.VectorType(SHORT, LANES))
         shifted = self._builder.shl(shorts, ir.Constant(shorts.type, [8] * LANES))
         return self._builder.fpext(self._builder.bitcast(shifted, ir.VectorType(HALF, LANES)), self.type)
+
+    def _e4m3fn(self, address: Any) -> Any:
+        """Move the bits to a float32's place, where the exponent is 120 too small; all ones are NaN."""
+        builder, integers = self._builder, self._extend(address, BYTE, 1)
+
+        def all_lanes(value: int) -> Any:
+            return ir.Constant(integers.type, [value] * LANES)
+
+        magnitude, sign = builder.and_(integers, all_lanes(0x7F)), builder.and_(integers, all_lanes(0x80))
+        number = builder.fmul(self._bits(magnitude, 20), ir.Constant(self.type, [2.0**120] * LANES))
+        nan = ir.Constant(self.type, [float("nan")] * LANES)
+        number = builder.select(builder.icmp_unsigned("==", magnitude, all_lanes(0x7F)), nan, number)
+        signed = builder.or_(builder.bitcast(number, integers.type), builder.shl(sign, all_lanes(24)))
+        return builder.bitcast(signed, self.type)
 
     def _shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
         return self._builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
