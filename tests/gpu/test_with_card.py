@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,3 +78,33 @@ def test_arrays_of_the_card_stay_there() -> None:
     out, lse = treeattn.attention(*map(cupy.asarray, arrays), return_lse=True)
     assert isinstance(out, cupy.ndarray)
     assert_attention((out.get(), lse.get()), *arrays)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_that_share_a_card_end_with_the_same_bits(mpirun: Any, ranks: int) -> None:
+    the_backend()
+    job = mpirun(Path(__file__).with_name("decode_on_card.py"), ranks, timeout=180)
+    assert len(job.reports) == ranks
+    assert len({report["bits"] for report in job.reports}) == 1
+
+
+def test_a_captured_graph_follows_the_lengths_on_the_card() -> None:
+    backend = the_backend()
+    cupy = importlib.import_module("cupy")
+    q, k, v = (cupy.asarray(np.asarray(array, np.float32)) for array in bfloat16_inputs(600))
+    lengths = cupy.asarray(np.array([600]))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        state = treeattn.partial_attention(q, k, v, kv_len=lengths, backend=backend)
+        stream.synchronize()
+        stream.begin_capture()
+        treeattn.partial_attention(q, k, v, kv_len=lengths, backend=backend, out=state)
+        graph = stream.end_capture()
+        for length in (10, 599):
+            lengths.fill(length)
+            graph.launch(stream)
+            stream.synchronize()
+            out = state.finish(return_lse=True)
+            stream.synchronize()
+            arrays = (array.get() for array in (q, k, v))
+            assert_attention(tuple(array.get() for array in out), *arrays, kv_len=np.array([length]))
