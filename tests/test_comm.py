@@ -252,8 +252,13 @@ def test_bcast_wants_other_ranks_arrays_to_be_like_the_roots_and_leaves_them_alo
 
 
 def test_bcast_needs_an_array_at_the_root():
-    with pytest.raises(InputError, match="array: expected an array of numbers, got dtype object"):
+    with pytest.raises(InputError, match="array: expected an array, got None"):
         TreeComm().bcast(None)
+
+
+def test_bcast_refuses_a_masked_array():
+    with pytest.raises(InputError, match="array: expected an array, got a masked array"):
+        TreeComm().bcast(np.ma.array([1, 2], mask=[0, 1]))
 
 
 # ---- making one
