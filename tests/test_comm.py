@@ -589,6 +589,12 @@ def test_a_silent_mpi_rank_is_named_and_the_job_ends(mpirun):
     assert sum("this communicator is broken" in report.get("again", "") for report in job.reports) == 2
 
 
+def test_a_rank_that_raises_ends_the_job_with_its_traceback_and_needs_no_hook(mpirun):
+    job = mpirun("comm_mpi", 3, "raises", check=False, timeout=30)
+    assert job.rc == 1, job
+    assert "ValueError: the last rank has had enough" in job.stderr, job
+
+
 def run_alone(arguments, **environment):
     """Run Python in a process of its own whose environment is this one and ``environment``."""
     return subprocess.run(
