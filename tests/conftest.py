@@ -206,6 +206,11 @@ def each_mpi(request: pytest.FixtureRequest) -> MpiRun:
     return found
 
 
+def pytest_configure() -> None:
+    """Give tests a home where the environment has none: Open MPI does not start without."""
+    os.environ.setdefault("HOME", str(Path.home()))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test that starts MPI ranks, and skip marked ones where no MPI is."""
     for item in items:

@@ -253,8 +253,13 @@ def test_bcast_wants_other_ranks_arrays_to_be_like_the_roots_and_leaves_them_alo
 
 
 def test_bcast_needs_an_array_at_the_root():
-    with pytest.raises(InputError, match="array: expected an array of numbers, got dtype object"):
+    with pytest.raises(InputError, match="array: expected an array, got None"):
         TreeComm().bcast(None)
+
+
+def test_bcast_refuses_a_masked_array():
+    with pytest.raises(InputError, match="array: expected an array, got a masked array"):
+        TreeComm().bcast(np.ma.array([1, 2], mask=[0, 1]))
 
 
 # ---- making one
@@ -580,7 +585,7 @@ def test_hosts_follow_the_host_names(mpirun, names):
     assert job.stderr.count("host names and shared memory disagree") == 1
 
 
-@pytest.mark.parametrize(("how", "plan"), [("sleeps", "2,2"), ("raises", "auto"), ("ends", "2,2")])
+@pytest.mark.parametrize(("how", "plan"), [("sleeps", "2,2"), ("sleeps", "auto"), ("ends", "2,2")])
 def test_a_rank_that_stays_away_is_named_by_all_others_and_the_job_ends(each_mpi, how, plan):
     """In a tree, some wait for ranks that wait themselves; those are not the missing."""
     job = each_mpi("comm_mpi", 4, "silent", how, plan, check=False)
@@ -595,9 +600,9 @@ def test_a_rank_that_stays_away_is_named_by_all_others_and_the_job_ends(each_mpi
     assert sum("this communicator is broken" in report.get("again", "") for report in job.reports) == 3
 
 
-@pytest.mark.parametrize("how", ["exits", "killed"])
+@pytest.mark.parametrize("how", ["raises", "exits", "killed"])
 def test_a_rank_that_ends_badly_ends_the_job(each_mpi, how):
-    """Launchers see these, and may end the others before they can raise; nobody may hang, that is all."""
+    """The others may be ended before they can raise; nobody may hang, that is all."""
     job = each_mpi("comm_mpi", 4, "silent", how, "auto", check=False)
     assert job.rc != 0, job
 
@@ -606,6 +611,12 @@ def test_a_rank_that_never_comes_is_noticed(each_mpi):
     job = each_mpi("comm_mpi", 3, "late", check=False)
     assert job.rc != 0
     assert any("not every rank came to make the communicator for 1 s" in each["error"] for each in job.reports), job
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_traceback_and_needs_no_hook(mpirun):
+    job = mpirun("comm_mpi", 3, "raises", check=False, timeout=30)
+    assert job.rc == 1, job
+    assert "ValueError: the last rank has had enough" in job.stderr, job
 
 
 def run_alone(arguments, **environment):

@@ -100,6 +100,14 @@ def late():
         say(error=str(error))
 
 
+def raises():
+    """The last rank fails outside of any call, and no hook is installed."""
+    comm = treeattn.TreeComm()
+    if comm.rank == comm.size - 1:
+        raise ValueError("the last rank has had enough")
+    comm.allreduce(state(comm.rank))
+
+
 def refused():
     """A launcher that MPI knows nothing of."""
     try:
@@ -109,4 +117,5 @@ def refused():
 
 
 if __name__ == "__main__":
-    {each.__name__: each for each in (bare, hosts, silent, late, refused)}[sys.argv[1]](*sys.argv[2:])
+    programs = bare, hosts, silent, late, raises, refused
+    {each.__name__: each for each in programs}[sys.argv[1]](*sys.argv[2:])

@@ -24,8 +24,6 @@ def run_command(command: click.Command, arguments: Sequence[str]) -> NoReturn:
         status = command.main(arguments, "treeattn", standalone_mode=False, obj=tuple(arguments))
     except click.Abort:  # Ctrl-C
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader of our output has seen enough
-        raise SystemExit(141) from None
     except Exception as error:
         _fail(error, debug="--debug" in arguments)
     if status:
@@ -47,6 +45,8 @@ def _sentence(error: Exception) -> str:
         return error.format_message()
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}" if str(error) else "not enough memory"
     if isinstance(error, (TreeattnError, OSError)):
         return " ".join(str(error).split())
     return f"unexpected {type(error).__name__}: {error} (--debug shows where)"
