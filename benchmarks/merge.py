@@ -1,0 +1,178 @@
+"""Merging one decode step's states over ranks: every scheme of treeattn, and what MPI's own collectives make of it.
+
+    python -m treeattn.launch 4 benchmarks/merge.py --json merge.json
+
+Run it under any launcher, on one host or many. All rows come from one run, in turns, so that whatever else the
+machines do meets all of them; each is the median over blocks of the mean time of a call, of the slowest rank:
+
+- ``auto``: the public call with the default plan;
+- ``shared``, ``oneshot``, ``binary``, ``flat``: the public call with that plan;
+- ``three``: three all-reduces, of m, of l and of o, which is what the paper's code does;
+- ``max+sum``: an all-reduce of m, and one of o and l together;
+- ``gather``: an all-gather of the states, merged by every rank in compiled code;
+- ``ring``: states passed on around a ring, merged by every rank when it has them all.
+
+Every row's result is compared with the float64 merge before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+from rich.console import Console
+from rich.table import Table
+
+import treeattn
+from treeattn.launch import install_abort_hook
+
+Array: TypeAlias = npt.NDArray[Any]
+Call: TypeAlias = Callable[[], Array]
+
+PLANS = ("auto", "shared", "oneshot", "binary", "flat")
+WORLD = MPI.COMM_WORLD
+
+
+class Peers:
+    """What MPI offers, with buffers allocated once; each method gives the finished output (heads, width)."""
+
+    def __init__(self, state: treeattn.PartialState) -> None:
+        self._packed, self._ops = state.packed.copy(), state.ops
+        self._o, self._l, self._m = (np.ascontiguousarray(each[0, :, 0]) for each in (state.o, state.l, state.m))
+        self._all = np.empty((WORLD.size, *self._packed.shape), self._packed.dtype)
+        self._merged = np.empty_like(self._packed)
+        self._merge = self._ops.prepare_merge(self._merged, list(self._all))
+        self._highest, self._total = np.empty_like(self._m), np.empty_like(self._l)
+        self._weighted, self._sum = np.empty_like(self._o), np.empty_like(self._o)
+        self._both = np.empty((len(self._m), self._o.shape[1] + 1), self._o.dtype)
+        self._both_sum = np.empty_like(self._both)
+
+    def three(self) -> Array:
+        """All-reduce m by MAX, then l and o by SUM."""
+        WORLD.Allreduce(self._m, self._highest, MPI.MAX)
+        weight = np.exp(self._m - self._highest)
+        WORLD.Allreduce(self._l * weight, self._total, MPI.SUM)
+        np.multiply(self._o, weight[:, None], out=self._weighted)
+        WORLD.Allreduce(self._weighted, self._sum, MPI.SUM)
+        return self._sum / self._total[:, None]
+
+    def max_sum(self) -> Array:
+        """All-reduce m by MAX, then o and l together by SUM."""
+        WORLD.Allreduce(self._m, self._highest, MPI.MAX)
+        weight = np.exp(self._m - self._highest)
+        np.multiply(self._o, weight[:, None], out=self._both[:, :-1])
+        np.multiply(self._l, weight, out=self._both[:, -1])
+        WORLD.Allreduce(self._both, self._both_sum, MPI.SUM)
+        return self._both_sum[:, :-1] / self._both_sum[:, -1:]
+
+    def gather(self) -> Array:
+        """All-gather the states and merge them."""
+        WORLD.Allgather(self._packed, self._all)
+        return self._finish()
+
+    def ring(self) -> Array:
+        """Pass states on to the next rank until all have all, and merge them."""
+        rank, size = WORLD.rank, WORLD.size
+        self._all[rank] = self._packed
+        for step in range(size - 1):
+            sent, received = self._all[(rank - step) % size], self._all[(rank - step - 1) % size]
+            WORLD.Sendrecv(sent, (rank + 1) % size, 0, received, (rank - 1) % size, 0)
+        return self._finish()
+
+    def _finish(self) -> Array:
+        self._merge()
+        return self._merged[0, :, 0, :-2] / self._merged[0, :, 0, -2:-1]
+
+
+def trees(state: treeattn.PartialState) -> tuple[dict[str, Call], dict[str, treeattn.TreeComm]]:
+    """Give a call per plan that differs from those before it, and its communicator."""
+    calls: dict[str, Call] = {}
+    comms = {name: treeattn.TreeComm(plan=name) for name in PLANS}
+    known = set()
+    for name, comm in comms.items():
+        if (kind := str(comm.plan_for(state.nbytes).radices)) in known:
+            continue
+        known.add(kind)
+        out = comm.allreduce(state)
+        calls[name] = lambda comm=comm, out=out: comm.allreduce(state, out=out)  # type: ignore[misc]
+    return calls, comms
+
+
+def check(name: str, result: Any, state: treeattn.PartialState) -> None:
+    """Compare with the merge in float64."""
+    packed = np.stack(WORLD.allgather(state.packed.astype(np.float64)))[:, 0, :, 0]
+    weight = np.exp(packed[..., -1] - packed[..., -1].max(0)) * packed[..., -2]
+    each = packed[..., :-2] / packed[..., -2:-1]
+    right = (each * weight[..., None]).sum(0) / weight.sum(0)[:, None]
+    found = result.finish()[0, :, 0] if isinstance(result, treeattn.PartialState) else result
+    error = float(np.abs(found - right).max())
+    assert error < 1e-5, f"{name} is wrong by {error}"
+
+
+def milliseconds(call: Callable[[], Any], repeats: int) -> float:
+    """Mean time of a call in this block, of the slowest rank."""
+    call()
+    WORLD.Barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return float(WORLD.allreduce(1e3 * (time.perf_counter() - start) / repeats, MPI.MAX))
+
+
+def measure(calls: dict[str, Call], blocks: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Give median and best block of each call."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(blocks):
+        for name, call in calls.items():
+            found[name].append(milliseconds(call, repeats))
+    return {name: {"median": statistics.median(each), "best": min(each)} for name, each in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=20, help="calls per block")
+    parser.add_argument("--json", type=Path, help="where rank 0 writes the numbers")
+    options = parser.parse_args()
+    install_abort_hook()
+    rng = np.random.default_rng(WORLD.rank)
+    q, k, v = (rng.standard_normal((1, options.heads, n, options.width), dtype=np.float32) for n in (1, 4, 4))
+    state = treeattn.partial_attention(q, k, v)
+    calls, comms = trees(state)
+    peers = Peers(state)
+    calls |= {"three": peers.three, "max+sum": peers.max_sum, "gather": peers.gather, "ring": peers.ring}
+    for name, call in calls.items():
+        check(name, call(), state)
+    found = measure(calls, options.blocks, options.repeats)
+    if WORLD.rank == 0:
+        plans = {name: str(comms[name].plan_for(state.nbytes)) for name in calls if name in comms}
+        show(found, plans, str(comms["auto"].plan), options.json)
+    for comm in comms.values():
+        comm.free()
+
+
+def show(found: dict[str, dict[str, float]], plans: dict[str, str], title: str, path: Path | None) -> None:
+    """Print the table, and write the numbers."""
+    table = Table(title=f"one merge, ms of the slowest rank; {title}")
+    for column in ("scheme", "median", "best", "times as fast as three", "plan"):
+        table.add_column(column)
+    for name, row in found.items():
+        faster = found["three"]["median"] / row["median"]
+        table.add_row(name, f"{row['median']:.4f}", f"{row['best']:.4f}", f"{faster:.1f}", plans.get(name, ""))
+    Console(width=140).print(table)
+    if path is not None:
+        path.write_text(json.dumps({"plans": plans, "milliseconds": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
