@@ -121,6 +121,12 @@ def test_mpi(mpirun, ranks):
     assert_program_went_well(job.reports)
 
 
+def test_mpich(mpich_run):
+    """Windows inside two hosts, and messages between them."""
+    job = mpich_run("comm_program", 4, json.dumps({"hosts": list("abab"), "stride": 5}))
+    assert_program_went_well(job.reports)
+
+
 CALLS = st.sampled_from(list(program.CALLS))
 
 
