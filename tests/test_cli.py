@@ -152,6 +152,11 @@ def test_every_output_can_show_a_tree(encoding):
     assert ("\\xfc" if encoding == "ascii" else "ü") + "\\udcff" in ended.stdout
 
 
+def test_a_terminal_without_width_is_taken_for_a_usual_one(treeattn, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "rank 1" in treeattn("topology", "--hosts", "a,a").out
+
+
 def test_topology_predicts_what_the_plan_does(treeattn):
     ended = treeattn(
         "topology", "--hosts", "a,b,a,c", "--plan", "2,2", "--payload", "500", "--root", "2", "--json", "-"
@@ -231,6 +236,7 @@ def test_doctor_tells_of_a_launcher_that_does_not_belong_to_the_library(mpirun):
         (["decode", "--hosts", "a,b"], 1, "hosts: expected 1 labels, one per rank, got 2 (a, b)"),
         (["decode", "--hosts", "a,,b"], 2, "Invalid value for '--hosts': expected labels between commas"),
         (["decode", "--ranks", "0"], 2, "Invalid value for '--ranks'"),
+        (["decode", "--json", ""], 2, "Invalid value for '--json': expected a file, or - for standard output"),
         (["decode", "--json", "/nowhere/results.json"], 1, "/nowhere/results.json: No such file or directory"),
         (["topology", "--hosts", "a,b", "--root", "2"], 1, "--root: expected a rank from 0 to 1, got 2"),
     ],

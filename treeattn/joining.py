@@ -106,7 +106,7 @@ def _hosts(hosts: Any, size: int) -> tuple[str, ...] | None:
 
 
 def _timeout(timeout: Any) -> float:
-    name, value = ("timeout", timeout) if timeout is not None else (TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE))
+    name, value = ("timeout", timeout) if timeout is not None else (TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE) or None)
     if value is None:
         return DEFAULT_TIMEOUT
     try:

@@ -42,6 +42,8 @@ def read_window(ctx: click.Context, param: click.Parameter, value: str | None) -
 def read_json_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """Refuse a file in a folder that is not there, before any work is done for it; rank 0 is to write it."""
     here = launched()
+    if value == "":
+        raise click.BadParameter("expected a file, or - for standard output, got ''")
     if value not in (None, "-") and (here is None or here.rank == 0) and not Path(value).absolute().parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), value)
     return value

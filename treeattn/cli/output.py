@@ -27,7 +27,9 @@ def console(json_file: str | None) -> Console:
         sys.stdout.reconfigure(errors="backslashreplace")  # a label that it can't show is no reason to show nothing
     # Launchers give ranks a terminal of their own, whatever reads their output in the end.
     plain = None if launched() is None else False
-    return Console(quiet=json_file == "-", force_terminal=plain, highlight=False)
+    to = Console(quiet=json_file == "-", force_terminal=plain, highlight=False)
+    to.width = to.width or 80  # which some containers report as 0, and then nothing at all would be shown
+    return to
 
 
 def print_rows(to: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
