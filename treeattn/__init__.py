@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treeattn import backends, errors, kernels, testing
+    from treeattn import backends, baselines, errors, kernels, testing
     from treeattn.cache import ShardedKVCache
     from treeattn.comm import TreeComm
     from treeattn.distributed import decode
@@ -23,6 +23,7 @@ __all__ = [
     "TreeComm",
     "attention",
     "backends",
+    "baselines",
     "decode",
     "energy",
     "errors",
@@ -45,7 +46,7 @@ _HOMES = {
     "merge": "state",
     "partial_attention": "local",
 }
-_SUBMODULES = ("backends", "errors", "kernels", "testing")
+_SUBMODULES = ("backends", "baselines", "errors", "kernels", "testing")
 
 
 def __getattr__(name: str) -> Any:
