@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from treeattn.backends.base import Backend, Prepared
 from treeattn.backends.host import HostOps
-from treeattn.inputs import Args, Spec
-from treeattn.kernels import reference
+from treeattn.inputs import Spec
 
 __all__ = ["CpuBackend"]
 
@@ -27,11 +22,7 @@ class CpuBackend(Backend):
         return []
 
     def prepare(self, spec: Spec) -> Prepared:
-        """Give the kernel for ``spec``."""
+        """Compile the streaming kernel for ``spec``, or load it."""
+        from treeattn.kernels import cpu  # here: states can be merged without the kernel
 
-        def prepared(args: Args, out: Any) -> Any:
-            with np.errstate(over="ignore", invalid="ignore"):
-                out[...] = reference.partial(spec, args)
-            return out
-
-        return prepared
+        return cpu.prepare(spec)

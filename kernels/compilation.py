@@ -23,33 +23,56 @@ from numba.core import config as _config
 
 config: Any = _config  # its settings appear at run time, out of a type checker's sight
 
-__all__ = ["cache_folder", "entry", "inline"]
+__all__ = ["cache_folder", "entry", "inline", "loops", "part"]
 
-inline = numba.njit(error_model="numpy", nogil=True)
-"""For functions that kernels call: no contraction, so one sequence of operations gives the same bits everywhere."""
+inline = numba.njit(error_model="numpy", nogil=True, fastmath=False)
+"""For functions that kernels call: no contraction, so one sequence of operations gives the same bits everywhere.
+
+``fastmath=False`` is said aloud, for numba lets a function that doesn't say it inherit the flags of its first caller.
+"""
+
+loops = numba.njit(error_model="numpy", nogil=True, fastmath={"contract", "reassoc", "nsz"})
+"""For inner loops of which no two machines must agree: sums may be reordered and contracted, so that they vectorise.
+
+NaN and infinities stay what they are: the other flags would make masks and empty shards undefined.
+"""
 
 
-def entry(signature: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
-    """Make ``function`` an entry point: calling the result compiles it, or loads it, once and gives the function.
+def entry(signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
+    """Make a function an entry point from Python: calling the result compiles it, or loads it, once and gives it.
 
     Parameters
     ----------
-    signature : str
-        Its one signature, in numba's words.
-    **options
-        More options of ``numba.njit``.
+    signature : str or numba signature
+        Its one signature.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[[], Any]:
         @cache
         def compiled() -> Any:
-            folder = cache_folder()
-            with _one_process(folder):
-                dispatcher = _cached(function, folder, options)
+            with _compiling() as options:
+                dispatcher = numba.njit(**options, nogil=True)(function)
                 dispatcher.compile(signature)
             return dispatcher
 
         return compiled
+
+    return decorate
+
+
+def part(signature: str) -> Callable[[Callable[..., Any]], Callable[[], int]]:
+    """Make a function a part that compiled code calls by address: calling the result compiles it once and gives that.
+
+    Parts keep the number of compiled variants a sum, not a product: an entry point knows only their signatures.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[[], int]:
+        @cache
+        def compiled() -> Any:
+            with _compiling() as options:
+                return numba.cfunc(signature, **options)(function)
+
+        return lambda: int(compiled().address)
 
     return decorate
 
@@ -83,14 +106,17 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def _cached(function: Callable[..., Any], folder: Path | None, options: dict[str, Any]) -> Any:
-    """Wrap ``function`` with its cache in ``folder``; numba takes the place from its configuration, right here."""
+@contextlib.contextmanager
+def _compiling() -> Iterator[dict[str, Any]]:
+    """Give numba's options, with its cache in our folder: it takes the place from its configuration, while it wraps."""
+    folder = cache_folder()
     before = config.CACHE_DIR
-    config.CACHE_DIR = str(folder or "")
-    try:
-        return numba.njit(error_model="numpy", nogil=True, cache=folder is not None, **options)(function)
-    finally:
-        config.CACHE_DIR = before
+    with _one_process(folder):
+        config.CACHE_DIR = str(folder or "")
+        try:
+            yield {"error_model": "numpy", "fastmath": False, "cache": folder is not None}
+        finally:
+            config.CACHE_DIR = before
 
 
 @contextlib.contextmanager

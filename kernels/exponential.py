@@ -15,10 +15,12 @@ import math
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from treeattn.kernels.compilation import inline
 
-__all__ = ["LOG2E", "exp", "exp2", "exp2_single", "log"]
+__all__ = ["LOG2E", "exp", "exp2", "exp2_double", "exp2_single", "log"]
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -50,8 +52,24 @@ def exp(x: Any) -> Any:
     return _scaled(_exp_of_small(r), np.float64(shifted).view(np.int64) - ROUNDER_BITS)
 
 
-@inline
 def exp2(x: Any) -> Any:
+    """2**x in the precision of ``x``, for the softmax of compiled kernels; exact at whole numbers."""
+
+
+@overload(exp2)
+def _exp2_of(x: Any) -> Any:
+    # One call deeper: an overload is compiled with its caller's flags, and reordering would undo the rounding.
+    def single(x: Any) -> Any:
+        return exp2_single(x)
+
+    def double(x: Any) -> Any:
+        return exp2_double(x)
+
+    return single if x == types.float32 else double
+
+
+@inline
+def exp2_double(x: Any) -> Any:
     """2**x in float64."""
     x = -1076.0 if x < -1076.0 else x
     x = 1024.0 if x > 1024.0 else x
@@ -62,7 +80,7 @@ def exp2(x: Any) -> Any:
 
 @inline
 def exp2_single(x: Any) -> Any:
-    """2**x in float32, for the softmax of the streaming kernels; exact at whole numbers."""
+    """2**x in float32."""
     x = np.float32(-151.0) if x < np.float32(-151.0) else x
     x = np.float32(128.0) if x > np.float32(128.0) else x
     shifted = x + ROUNDER_SINGLE

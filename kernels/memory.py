@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
 from numba import types as _types
 from numba.extending import intrinsic
 
 types: Any = _types  # untyped: so are the functions made of them
 
-__all__ = ["itemsize", "pointer"]
+__all__ = ["call_part", "itemsize", "next_task", "pointer"]
 
 
 def _pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
@@ -34,8 +35,33 @@ def _itemsize(typingctx: Any, dtype: Any) -> Any:
     return types.int64(dtype), codegen
 
 
+def _call_part(typingctx: Any, address: Any, arguments: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = [builder.extract_value(args[1], i) for i in range(arguments.count)]
+        function = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), values)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, arguments), codegen
+
+
+def _next_task(typingctx: Any, counter: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        integer = ir.IntType(64)
+        at = builder.inttoptr(args[0], integer.as_pointer())
+        return builder.atomic_rmw("add", at, ir.Constant(integer, 1), "monotonic")
+
+    return types.int64(types.int64), codegen
+
+
 pointer: Any = intrinsic(_pointer)
 """``pointer(address, np.float32)[i]`` is the i-th float32 at that address (int64)."""
 
 itemsize: Any = intrinsic(_itemsize)
 """``itemsize(np.float32)`` is the number of bytes of one element."""
+
+call_part: Any = intrinsic(_call_part)
+"""``call_part(address, (a, b, ...))`` calls the part (`treeattn.kernels.compilation.part`) at that address."""
+
+next_task: Any = intrinsic(_next_task)
+"""``next_task(address)`` takes the next number from the counter (int64) there; several threads may ask at once."""

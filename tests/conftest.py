@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from treeattn.launch import Runtime, find_runtime, mpirun_command, mpirun_enviro
 
 TESTS = Path(__file__).parent
 LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PMIX_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDRA", "I_MPI_", "MPIR_")
+JOB_VARIABLE = "TREEATTN_TEST_JOB"
 
 # Takes the host names of all ranks, `--` and a command: sets this rank's name and becomes the command.
 BE_NAMED = """
@@ -71,6 +73,7 @@ class MpiRun:
         ranks: int,
         *arguments: object,
         hosts: Sequence[str] | None = None,
+        launcher: Callable[[list[str]], list[str]] | None = None,
         env: Mapping[str, str] | None = None,
         timeout: float = 60,
         check: bool = True,
@@ -89,6 +92,8 @@ class MpiRun:
             One host name per rank, which the ranks then really have, each in a UTS namespace of its own. The test is
             skipped where that is not allowed. (They still share memory. To only *tell* a communicator of a layout,
             pass the list as an argument instead.)
+        launcher : callable, optional
+            Turns the command of one rank into that of all, in place of ``mpirun -n``.
         env : mapping, optional
             Variables on top of a clean environment with one thread per rank.
         timeout : float
@@ -100,7 +105,8 @@ class MpiRun:
         if hosts is not None:
             command = [*_named_host(hosts, ranks), *command]
         environment = clean_environment(env or {}, self.runtime, ranks)
-        job = run_session(mpirun_command(self.runtime, ranks, command), environment, timeout)
+        started = mpirun_command(self.runtime, ranks, command) if launcher is None else launcher(command)
+        job = run_job(started, environment, timeout)
         if check and job.rc != 0:
             pytest.fail(f"{program} on {ranks} ranks: {job}", pytrace=False)
         return job
@@ -114,24 +120,25 @@ def clean_environment(extra: Mapping[str, str], runtime: Runtime | None = None, 
     return {**(kept if runtime is None else mpirun_environment(runtime, ranks, kept)), **extra}
 
 
-def run_session(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> Job:
-    """Run a command in a session of its own, of which nothing is left afterwards, whatever happens."""
+def run_job(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> Job:
+    """Run a command, of which nothing is left afterwards, whatever happens."""
+    job = uuid.uuid4().hex
     process = subprocess.Popen(
-        command, env=environment, start_new_session=True, text=True, errors="replace",
+        command, env={**environment, JOB_VARIABLE: job}, start_new_session=True, text=True, errors="replace",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
         stdout, stderr = process.communicate(timeout=timeout)
         return _job(process.returncode, stdout, stderr)
     except subprocess.TimeoutExpired:
-        _signal_session(process.pid, signal.SIGABRT, only="python")  # faulthandler prints the ranks' stacks
+        _signal_job(job, signal.SIGABRT, only="python")  # faulthandler prints the ranks' stacks
         time.sleep(1)
-        _signal_session(process.pid, signal.SIGKILL)
+        _signal_job(job, signal.SIGKILL)
         stdout, stderr = process.communicate()
         late = f"no end after {timeout} s: {' '.join(command)}: {_job(-9, stdout, stderr)}"
         raise pytest.fail.Exception(late, pytrace=False) from None
     finally:
-        _signal_session(process.pid, signal.SIGKILL)
+        _signal_job(job, signal.SIGKILL)
 
 
 def _job(rc: int, stdout: str, stderr: str) -> Job:
@@ -140,13 +147,14 @@ def _job(rc: int, stdout: str, stderr: str) -> Job:
     return Job(rc, stdout, stderr, sorted(reports, key=lambda report: report.get("rank", 0)))
 
 
-def _signal_session(session: int, number: signal.Signals, only: str = "") -> None:
-    """Signal every process of a session: launchers give ranks process groups of their own, but not sessions."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            name, _, fields = stat.read_text().partition("(")[2].rpartition(")")
-            if int(fields.split()[3]) == session and name.startswith(only):
-                os.kill(int(stat.parent.name), number)
+def _signal_job(job: str, number: signal.Signals, only: str = "") -> None:
+    """Signal every process that has the job in its environment: ranks have groups and sessions of their own."""
+    marker = f"{JOB_VARIABLE}={job}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended while we looked, or is not ours
+            marked = marker in (process / "environ").read_bytes().split(b"\0")
+            if marked and (process / "comm").read_text().startswith(only):
+                os.kill(int(process.name), number)
 
 
 def _python_arguments(program: str | Path | Sequence[str]) -> list[str]:

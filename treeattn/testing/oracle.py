@@ -111,7 +111,9 @@ def _reordered(args: Args, seed: int) -> Args:
 
 
 def _floor(right: Answer, spec: Spec) -> tuple[float, float]:
-    out = _units(right.out, spec.q_dtype) + _units(right.out, spec.state_dtype)
+    # One unit in the last place of a logit changes its weight, relatively, by as much: no kernel can do better.
+    steep = max(1.0, float(np.max(np.abs(_finite(right.lse)), initial=0)) / FLOOR)
+    out = _units(right.out, spec.q_dtype) + _units(right.out, spec.state_dtype) * steep
     # m and log l may cancel in lse; what it is good for, exp(lse), is no worse for an absolute error of that size.
     return out, _units(np.append(right.lse, 1.0), spec.state_dtype)
 

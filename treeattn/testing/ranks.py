@@ -152,7 +152,7 @@ class ThreadTransport(Transport):
     def dup(self) -> ThreadTransport:
         """Make another of the same ranks; ranks that duplicate in the same order get matching ones."""
         self._duplicates += 1
-        return ThreadTransport(self._world, self.rank, (*self._context, self._duplicates))
+        return type(self)(self._world, self.rank, (*self._context, self._duplicates))
 
     def shared_memory_group(self) -> int:
         """Lowest rank with the same host label."""

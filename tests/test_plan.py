@@ -1,0 +1,328 @@
+"""Plans, with no MPI: thousands of host maps and radices, followed step by step in one thread."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeattn.errors import InputError
+from treeattn.plan import HEADER_BYTES, Merge, Message, Plan, Radices, Round, Stats
+from treeattn.planner import (
+    NAMED_RADICES,
+    choose_radices,
+    parse_radices,
+    plan_allreduce,
+    plan_bcast,
+    plan_reduce,
+)
+from treeattn.topology import group_ranks
+
+PAYLOAD = 1000
+MANY = settings(deadline=None, max_examples=300)
+
+
+@st.composite
+def host_maps(draw):
+    """Block, cyclic, unequal, shuffled: any way of putting up to 24 ranks on up to 9 hosts."""
+    return draw(st.lists(st.sampled_from("abcdefghi"), min_size=1, max_size=24))
+
+
+RADIX = st.sampled_from([None, 2, 3, 4, 7])
+RADICES = st.builds(Radices, RADIX, RADIX, st.booleans())
+
+
+class Follower:
+    """Follows a plan for all ranks in one thread, with tuples for states and sets for headers."""
+
+    def __init__(self, plan, first):
+        self.plan = plan
+        self.records = [{0: first(rank)} for rank in range(plan.size)]
+        self.heard = [{rank} for rank in range(plan.size)]
+        self.steps = [{step.number: step for step in plan.steps(rank)} for rank in range(plan.size)]
+        for number in range(len(plan.rounds)):
+            self._round(number)
+
+    def _round(self, number):
+        sent = {}
+        steps = {rank: steps[number] for rank, steps in enumerate(self.steps) if number in steps}
+        for rank, step in steps.items():
+            for dest, slots in step.sends:
+                assert (rank, dest) not in sent, "one message per edge and round"
+                sent[rank, dest] = [self.records[rank][i] for i in range(slots)], set(self.heard[rank])
+        for rank, step in steps.items():
+            self._receive(rank, step, sent)
+        assert not sent, "every message is received"
+
+    def _receive(self, rank, step, sent):
+        sending = {i for _, slots in step.sends for i in range(slots)}
+        landed = set()
+        for source, slots, at in step.receives:
+            states, heard = sent.pop((source, rank))
+            assert len(states) == slots
+            places = set(range(at, at + slots))
+            assert not places & landed, "two messages land in one record"
+            assert not places & sending, "a record is overwritten while it is sent"
+            assert at + slots <= self.plan.records(rank)
+            landed |= places
+            self.heard[rank] |= heard
+            self.records[rank].update(zip(range(at, at + slots), states, strict=True))
+        for sources in step.merges:
+            self.records[rank][0] = self.merged([self.records[rank][source] for source in sources])
+
+    @staticmethod
+    def merged(states):
+        return tuple(states)
+
+
+def ranks_in(state):
+    """Ranks of a nested tuple of merges, in merge order."""
+    return [state] if isinstance(state, int) else [rank for part in state for rank in ranks_in(part)]
+
+
+def expected_order(hosts, radices, deterministic):
+    groups = group_ranks(hosts)
+    return list(range(len(hosts))) if deterministic or radices.flat else [rank for group in groups for rank in group]
+
+
+@given(host_maps(), RADICES, st.booleans())
+@MANY
+def test_an_allreduce_brings_every_state_to_every_rank_once_and_in_order(hosts, radices, deterministic):
+    followed = Follower(plan_allreduce(hosts, radices, deterministic=deterministic), first=lambda rank: rank)
+    order = expected_order(hosts, radices, deterministic)
+    for rank in range(len(hosts)):
+        assert ranks_in(followed.records[rank][0]) == order
+        assert followed.records[rank][0] == followed.records[0][0], "merged alike, so equal bits"
+
+
+@given(host_maps(), RADICES, st.booleans(), st.data())
+@MANY
+def test_a_reduce_is_merged_like_the_allreduce_whoever_is_root(hosts, radices, deterministic, data):
+    root = data.draw(st.integers(0, len(hosts) - 1))
+    everywhere = Follower(plan_allreduce(hosts, radices, deterministic=deterministic), first=lambda rank: rank)
+    followed = Follower(plan_reduce(hosts, root, radices, deterministic=deterministic), first=lambda rank: rank)
+    assert followed.records[root][0] == everywhere.records[root][0]
+
+
+@given(host_maps(), RADICES, st.booleans(), st.data())
+@MANY
+def test_after_a_plan_every_rank_has_heard_of_every_rank(hosts, radices, deterministic, data):
+    root = data.draw(st.integers(0, len(hosts) - 1))
+    for plan in (
+        plan_allreduce(hosts, radices, deterministic=deterministic),
+        plan_reduce(hosts, root, radices, deterministic=deterministic),
+    ):
+        heard = Follower(plan, first=lambda rank: rank).heard
+        assert all(each == set(range(len(hosts))) for each in heard)
+
+
+@given(host_maps(), RADICES, st.data())
+@MANY
+def test_a_bcast_brings_the_roots_array_to_every_rank(hosts, radices, data):
+    root = data.draw(st.integers(0, len(hosts) - 1))
+    plan = plan_bcast(hosts, root, radices)
+    followed = Follower(plan, first=lambda rank: rank)
+    assert all(records[0] == root for records in followed.records)
+    total = plan.predict(PAYLOAD).total
+    assert (total.messages, total.bytes) == (len(hosts) - 1, (len(hosts) - 1) * PAYLOAD)
+    if not radices.flat:
+        assert total.messages_between == len(set(hosts)) - 1
+
+
+@given(host_maps(), RADIX)
+@MANY
+def test_the_merge_does_not_depend_on_the_radix_between_hosts(hosts, inside):
+    merged = [
+        Follower(plan_allreduce(hosts, Radices(inside, between)), first=lambda rank: rank).records[0][0]
+        for between in (None, 2, 3, 5)
+    ]
+    assert all(a == b for a, b in pairwise(merged))
+
+
+@given(host_maps(), host_maps(), RADICES, RADICES)
+@MANY
+def test_a_deterministic_merge_does_not_depend_on_hosts_or_radices(one, other, radices, others):
+    size = min(len(one), len(other))
+    first, second = (
+        Follower(plan_allreduce(hosts[:size], r, deterministic=True), first=lambda rank: rank).records[0][0]
+        for hosts, r in ((one, radices), (other, others))
+    )
+    assert first == second
+
+
+def digits(count, radix):
+    """Rounds in which ``radix`` times as many are reached each time: ceil(log_radix(count)), in whole numbers."""
+    rounds, reach = 0, 1
+    while reach < count:
+        rounds, reach = rounds + 1, reach * (radix or max(count, 2))
+    return rounds
+
+
+def exchange_messages(count, radix):
+    """Messages that each of ``count`` leaders sends: in each round one per further block that is still missing."""
+    radix, held, sent = radix or max(count, 2), 1, 0
+    while held < count:
+        sent += min(radix - 1, -(-count // held) - 1)
+        held *= radix
+    return sent
+
+
+@given(host_maps(), RADIX, RADIX)
+@MANY
+def test_an_allreduce_costs_what_the_formulas_say(hosts, inside, between):
+    n, groups = len(hosts), group_ranks(hosts)
+    h, largest, record = len(groups), max(map(len, groups)), HEADER_BYTES + PAYLOAD
+    total = plan_allreduce(hosts, Radices(inside, between)).predict(PAYLOAD).total
+    assert total.rounds == 2 * digits(largest, inside) + digits(h, between)
+    assert total.rounds_between == digits(h, between)
+    assert total.messages_between == h * exchange_messages(h, between)
+    assert total.bytes_between == h * (h - 1) * record
+    assert total.messages - total.messages_between == 2 * (n - h)
+    assert total.bytes - total.bytes_between == 2 * (n - h) * record
+
+
+@given(host_maps(), RADIX)
+@MANY
+def test_a_flat_allreduce_is_one_of_single_rank_hosts(hosts, between):
+    n, record = len(hosts), HEADER_BYTES + PAYLOAD
+    total = plan_allreduce(hosts, Radices(between=between, flat=True)).predict(PAYLOAD).total
+    assert total.rounds == digits(n, between)
+    assert (total.messages, total.bytes) == (n * exchange_messages(n, between), n * (n - 1) * record)
+
+
+@given(host_maps())
+@MANY
+def test_a_deterministic_allreduce_carries_rank_states(hosts):
+    n, h, record = len(hosts), len(set(hosts)), HEADER_BYTES + PAYLOAD
+    total = plan_allreduce(hosts, Radices(), deterministic=True).predict(PAYLOAD).total
+    assert total.bytes_between == n * (h - 1) * record
+    assert total.bytes - total.bytes_between == 2 * (n - h) * record
+
+
+@given(host_maps(), RADIX, RADIX, st.data())
+@MANY
+def test_a_reduce_costs_what_the_formulas_say(hosts, inside, between, data):
+    n, h, record = len(hosts), len(set(hosts)), HEADER_BYTES + PAYLOAD
+    root = data.draw(st.integers(0, n - 1))
+    total = plan_reduce(hosts, root, Radices(inside, between)).predict(PAYLOAD).total
+    assert total.messages == 2 * (n - 1)
+    assert total.messages_between == 2 * (h - 1)
+    if between is None:  # with more rounds, a host state is passed on more than once
+        assert total.bytes == (n - 1) * (record + HEADER_BYTES)
+        assert total.bytes_between == (h - 1) * (record + HEADER_BYTES)
+
+
+@given(host_maps(), RADICES, st.booleans())
+@MANY
+def test_a_prediction_adds_up_the_messages_of_each_rank(hosts, radices, deterministic):
+    plan = plan_allreduce(hosts, radices, deterministic=deterministic)
+    prediction = plan.predict(PAYLOAD)
+    assert prediction.total == Stats.total(prediction.per_rank)
+    for rank, stats in enumerate(prediction.per_rank):
+        slots = [slots for step in plan.steps(rank) for _, slots in step.sends]
+        assert stats.messages == len(slots)
+        assert stats.bytes == sum(slots) * (HEADER_BYTES + PAYLOAD)
+
+
+def test_one_rank_has_nothing_to_do():
+    for plan in (plan_allreduce(["a"]), plan_reduce(["a"], 0), plan_bcast(["a"], 0)):
+        assert plan.rounds == ()
+        assert plan.steps(0) == ()
+        assert plan.records(0) == 1
+        assert plan.predict(PAYLOAD).total == Stats()
+
+
+def test_two_hosts_of_two_ranks():
+    assert plan_allreduce(["a", "b", "a", "b"]).rounds == (
+        Round("inside", "reduce", (Message(2, 0, 1, 1), Message(3, 1, 1, 1)), (Merge(0, (0, 1)), Merge(1, (0, 1)))),
+        Round("between", "exchange", (Message(1, 0, 1, 1), Message(0, 1, 1, 1)), (Merge(0, (0, 1)), Merge(1, (1, 0)))),
+        Round("inside", "broadcast", (Message(0, 2, 1), Message(1, 3, 1))),
+    )
+
+
+@given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 10**8))
+@MANY
+def test_the_default_needs_few_rounds_of_few_messages(hosts, ranks, payload):
+    labels = [str(host) for host in range(hosts) for _ in range(ranks)]
+    radices = choose_radices(labels, payload)
+    assert radices == choose_radices(labels, payload)
+    assert digits(hosts, radices.between) == digits(hosts, 8), "no more rounds than the largest radix needs"
+    if hosts > 1:
+        assert not radices.flat
+        assert exchange_messages(hosts, radices.between) <= 7 * digits(hosts, radices.between)
+
+
+def test_the_default_on_one_host_is_direct_while_few_ranks_share_few_bytes():
+    assert choose_radices(["a"] * 4, 16640).flat
+    assert not choose_radices(["a"] * 5, 16640).flat
+    assert not choose_radices(["a"] * 4, 10**6).flat
+
+
+@pytest.mark.parametrize(
+    ("plan", "radices"),
+    [
+        ("auto", None),
+        ("flat", Radices(flat=True)),
+        ("oneshot", Radices()),
+        ("binary", Radices(2, 2)),
+        ((3, "all"), Radices(3, None)),
+        ([None, 4], Radices(None, 4)),
+        ("3,all", Radices(3, None)),
+        ("flat,2", Radices(None, 2, flat=True)),
+        (Radices(5, 6), Radices(5, 6)),
+        (plan_allreduce(["a", "b"], Radices(2, 3)), Radices(2, 3)),
+    ],
+)
+def test_plan_takes_names_radices_and_plans(plan, radices):
+    assert parse_radices(plan) == radices
+
+
+@pytest.mark.parametrize("radices", [*NAMED_RADICES.values(), Radices(2, None), Radices(None, 3, flat=True)], ids=str)
+def test_radices_read_back_what_they_print(radices):
+    assert parse_radices(str(radices)) == radices
+
+
+@pytest.mark.parametrize("plan", ["spiral", "2,3,4", "", 7, None, (2,), ("2", "x"), (1, 2), (2.5, 2), (True, 2), "0,2"])
+def test_what_is_no_plan_is_refused_with_a_sentence(plan):
+    with pytest.raises(InputError, match=r"^plan: expected "):
+        parse_radices(plan)
+
+
+@given(host_maps(), RADICES)
+@settings(deadline=None, max_examples=100)
+def test_the_drawing_shows_every_host_rank_and_round(hosts, radices):
+    plan = plan_allreduce(hosts, radices)
+    lines = plan.draw().splitlines()
+    assert lines[0] == str(plan)
+    assert sum("rank " in line for line in lines[1:]) == len(hosts)
+    assert sum(line.startswith("round ") for line in lines) == len(plan.rounds)
+    assert set(hosts) <= set(lines)
+
+
+def test_the_drawing_of_a_small_tree():
+    assert plan_allreduce(["n1", "n1", "n2"]).draw().splitlines() == [
+        "allreduce over 3 ranks on 2 hosts, radices all,all: 3 rounds, 4 messages",
+        "",
+        "n1",
+        "└─ rank 0",
+        "   └─ rank 1",
+        "n2",
+        "└─ rank 2",
+        "",
+        "round 1  inside hosts   reduce       1→0",
+        "round 2  between hosts  exchange     0↔2",
+        "round 3  inside hosts   broadcast    0→1",
+    ]
+
+
+def test_stats_add_and_subtract():
+    a, b = Stats(1, 2, 3, 4, 5, 6, 7), Stats(1, 1, 1, 1, 1, 1, 1)
+    assert a - b + b == a
+    assert Stats.total([a, b]) == Stats(1, 3, 4, 4, 6, 7, 7)
+
+
+def test_a_plan_is_data():
+    plan = plan_allreduce(["a", "b", "a"])
+    assert isinstance(plan, Plan)
+    assert plan == plan_allreduce(("a", "b", "a"))
+    assert hash(plan) == hash(plan_allreduce(("a", "b", "a")))
