@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def on_ranks(size: int, call: Any, hosts: Any = None, **world: Any) -> list[Any]
         with treeattn.TreeComm(transport, hosts=hosts) as comm:
             return call(comm)
 
-    return run_ranks(size, rank, **world)
+    return run_ranks(size, rank, timeout=120, **world)  # the first ones compile
 
 
 def outcome(call: Any) -> str:
@@ -394,5 +395,6 @@ def test_baselines_run_on_mpi_ranks(mpirun):
 def test_the_skeleton_is_the_same_everywhere():
     for name, baseline in ALL.items():
         assert baseline.name == name
+        assert inspect.signature(baseline) == inspect.signature(treeattn.decode)
         assert baseline.cost.__doc__
     assert _ring.ring is treeattn.baselines.ring

@@ -25,7 +25,7 @@ from treeattn.inputs import Options
 ROOT = Path(treeattn.__file__).parent
 PUBLIC = [
     "PartialState", "ShardedKVCache", "TreeComm", "attention", "backends", "baselines", "decode", "energy", "errors",
-    "kernels", "merge", "partial_attention", "testing",
+    "kernels", "merge", "partial_attention", "prefill", "testing", "zigzag",
 ]  # fmt: skip
 SUBMODULES = {"backends", "baselines", "errors", "kernels", "testing"}
 CALLABLE = [name for name in PUBLIC if name not in SUBMODULES]
@@ -198,7 +198,7 @@ def test_attention_in_one_process_loads_no_mpi_and_no_command_line():
 # ---- which way imports point
 
 FOUNDATION = {"errors", "arrays", "positions", "inputs", "state"}
-ABOVE_BOTH_SIDES = {"local", "distributed", "cache", "baselines"}
+ABOVE_BOTH_SIDES = {"local", "distributed", "cache", "baselines", "prompt"}
 TOOLS = {"cli", "doctor", "testing", "__main__", "treeattn"}
 
 

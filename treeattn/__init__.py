@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from treeattn.comm import TreeComm
     from treeattn.distributed import decode
     from treeattn.local import attention, energy, partial_attention
+    from treeattn.prompt import prefill, zigzag
     from treeattn.state import PartialState, merge
 
 __all__ = [
@@ -30,7 +31,9 @@ __all__ = [
     "kernels",
     "merge",
     "partial_attention",
+    "prefill",
     "testing",
+    "zigzag",
 ]
 
 __version__ = "0.1.0"
@@ -45,6 +48,8 @@ _HOMES = {
     "energy": "local",
     "merge": "state",
     "partial_attention": "local",
+    "prefill": "prompt",
+    "zigzag": "prompt",
 }
 _SUBMODULES = ("backends", "baselines", "errors", "kernels", "testing")
 
