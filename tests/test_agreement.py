@@ -84,6 +84,13 @@ def assert_program_went_well(reports):
 HOSTS = {1: "a", 2: "ab", 3: "aba", 4: "aabb", 5: "abcab", 6: "aaabbc", 7: "abcdaba"}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    """Compile the merge before ranks have to wait for it."""
+    program.expected(2)
+    program.expected(2, dtype="float64")
+
+
 @pytest.mark.parametrize("size", range(1, 8))
 @pytest.mark.parametrize("one_host", [False, True])
 def test_threads(size, one_host):

@@ -65,7 +65,9 @@ class Signature:
     @cached_property
     def digest(self) -> int:
         """64 bits that are the same in every process."""
-        data = json.dumps([self.operation, self.root, self.fields, self.payload_shape, self.payload_dtype])
+        data = json.dumps(
+            [self.operation, self.root, self.fields, self.payload_shape, self.payload_dtype], default=_plain
+        )
         return int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest(), "little")
 
     @cached_property
@@ -85,8 +87,6 @@ class Attempt:
         This rank's share; None with an error.
     error : Exception or None
         What went wrong here.
-    root : int or None
-        Who gets the result.
     check : int
         64 bits that must be the same on every rank, beside the signature.
     details : callable, optional
@@ -96,7 +96,6 @@ class Attempt:
     signature: Signature | None
     state: PartialState | None
     error: Exception | None
-    root: int | None = None
     check: int = 0
     details: Callable[[], dict[str, Any]] | None = None
 

@@ -33,7 +33,7 @@ class Channel:
     def __init__(self, transport: Transport) -> None:
         self.transport, self.guard = transport, Guard()
         self.rank, self.size = transport.rank, transport.size
-        self.step = 0
+        self.step, self.freed = 0, False
         self.name_hosts(("unknown",) * self.size)
 
     def name_hosts(self, hosts: tuple[str, ...]) -> None:
@@ -75,6 +75,7 @@ class Channel:
         """Give the transport back; collective."""
         with self.guard:
             self.guard.close("this communicator was freed")
+            self.freed = True
             self.transport.free()
 
     def _break(self, reason: str) -> None:

@@ -169,6 +169,11 @@ class TreeComm:
         """Whether it was neither freed nor broken."""
         return self._guard.reason is None
 
+    @property
+    def freed(self) -> bool:
+        """Whether `free` was called."""
+        return self._channel.freed
+
     def __repr__(self) -> str:
         kind = f"rank {self.rank} of {self.size} on {len(set(self.hosts))} hosts"
         return f"TreeComm({kind}, plan={'auto' if self._radices is None else str(self._radices)!r})"
@@ -249,8 +254,15 @@ class TreeComm:
             return data
 
     def free(self) -> None:
-        """Give everything back; collective. Again is fine; any other use raises `CommError`."""
+        """Give everything back; collective. Again is fine; any other use raises `CommError`.
+
+        Raises
+        ------
+        InputError
+            On every rank, if another rank calls something else; nothing is freed then.
+        """
         if self.usable:
+            self.consult("free", (), {})
             self._channel.free()
 
     def __enter__(self) -> TreeComm:
@@ -344,7 +356,7 @@ class TreeComm:
     def _attempt(self, operation: str, state: Any, root: Any) -> Attempt:
         try:
             root = None if operation == "allreduce" else _check_root(root, self.size)
-            return Attempt(self._signature(operation, root, state), state, None, root)
+            return Attempt(self._signature(operation, root, state), state, None)
         except Exception as error:  # whatever it is, the others must hear of it before it is raised here
             return Attempt(None, None, error)
 
@@ -392,16 +404,17 @@ def as_tree_comm(comm: Any) -> TreeComm:
     """Give a TreeComm for whatever ``comm=`` took; collective where one has to be made.
 
     A TreeComm is given back as it is. A bare mpi4py communicator, a Transport or None is wrapped once and
-    remembered; it is forgotten with the communicator.
+    remembered; it is forgotten with the communicator. One that broke is given back broken: another would wait for
+    ranks that may be gone.
     """
     if isinstance(comm, TreeComm):
         return comm
     if isinstance(comm, Transport):
-        if comm not in _of_transports or not _of_transports[comm].usable:
+        if comm not in _of_transports or _of_transports[comm].freed:
             _of_transports[comm] = TreeComm(comm)
         return _of_transports[comm]
     if comm is None and not under_launcher():
-        if not _alone or not _alone[0].usable:
+        if not _alone or _alone[0].freed:
             _alone[:] = [TreeComm()]
         return _alone[0]
     return _wrapped(comm)
@@ -412,4 +425,4 @@ def _wrapped(comm: Any) -> TreeComm:
         raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=type(comm).__name__)
     from treeattn import mpi_transport  # here, so that one process needs no MPI
 
-    return mpi_transport.cached_on(comm, TreeComm, lambda found: found.usable)
+    return mpi_transport.cached_on(comm, TreeComm, lambda found: not found.freed)

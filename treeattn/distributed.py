@@ -148,7 +148,7 @@ class Decoding:
         try:
             return self._computed(*arguments())
         except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised here
-            return Attempt(None, None, error, self.root), None
+            return Attempt(None, None, error), None
 
     def _computed(self, q: Any, k: Any, v: Any, options: Options) -> tuple[Attempt, Callable[[PartialState], Any]]:
         check_root(self.root, self.comm.size)
@@ -158,7 +158,7 @@ class Decoding:
         sink = sink_logits(self.sink, spec.q_heads, spec.state_dtype)
         shared = (*self.shared, *fingerprints(q, sink))
         check, details = (_digest(repr(shared).encode()), lambda: dict(shared)) if shared else (0, None)
-        attempt = Attempt(_signature(spec, self.root), state, None, self.root, check, details)
+        attempt = Attempt(_signature(spec, self.root), state, None, check, details)
         return attempt, partial(deliver, spec=spec, sink=sink, return_lse=self.return_lse)
 
 

@@ -28,11 +28,11 @@ def _draw_hosts(plan: Plan) -> list[str]:
 
 
 def _draw_rounds(plan: Plan) -> list[str]:
-    return [f"round {number}  {_draw_round(each)}" for number, each in enumerate(plan.rounds, 1)]
+    return [f"round {number}  {_draw_round(each, plan)}" for number, each in enumerate(plan.rounds, 1)]
 
 
-def _draw_round(each: Round) -> str:
-    where = "inside hosts " if each.level == "inside" else "between hosts"
+def _draw_round(each: Round, plan: Plan) -> str:
+    where = "between hosts" if any(plan.crosses(message) for message in each.messages) else "inside hosts "
     shown = _pairs(each.messages)
     more = f" ... {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     return f"{where}  {each.action:<11}  {'  '.join(shown[:SHOWN])}{more}"

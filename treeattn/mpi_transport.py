@@ -16,7 +16,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
 
-from treeattn.errors import CommError, InputError, MissingDependencyError
+from treeattn.errors import CommError, InputError, MissingDependencyError, RankTimeout
 from treeattn.launch import abort, launched
 from treeattn.transport import Bytes, Silence, Transport
 
@@ -101,10 +101,17 @@ class MpiTransport(Transport):
         ------
         InputError
             It is not a communicator that ranks can talk on.
+        RankTimeout
+            Some ranks did not come to make it.
         """
         mpi = import_mpi()
         ours, request = _checked(comm, mpi).Idup()
-        _wait([request], range(1), mpi.Request.Testall, timeout)
+        try:
+            _wait([request], [comm.Get_rank()], mpi.Request.Testall, timeout)
+        except Silence:
+            _stuck.append([request, ours])
+            _abort_at_exit()
+            raise RankTimeout(f"not every rank came to make the communicator for {timeout:g} s") from None
         return cls(ours, timeout)
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Any:
@@ -207,7 +214,14 @@ def _free_all(*_: Any) -> None:
 
 @cache
 def _abort_at_exit() -> None:
-    atexit.register(abort, "an operation between ranks was cut short: ending the job")
+    atexit.register(_end_job)
+
+
+def _end_job() -> None:
+    try:
+        abort("an operation between ranks was cut short: ending the job")
+    finally:
+        os._exit(1)  # where Abort comes back before the launcher ends us: what follows would be Finalize
 
 
 @cache

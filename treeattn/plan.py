@@ -185,7 +185,7 @@ class Plan:
     @cached_property
     def rounds_between(self) -> int:
         """Rounds in which some message goes from one host to another."""
-        return sum(any(self._crosses(message) for message in each.messages) for each in self.rounds)
+        return sum(any(self.crosses(message) for message in each.messages) for each in self.rounds)
 
     def __str__(self) -> str:
         ranks, hosts = _count(self.size, "rank"), _count(len(set(self.hosts)), "host")
@@ -239,14 +239,15 @@ class Plan:
         """
         sent = [[0, 0, 0, 0] for _ in self.hosts]
         for message in (message for each in self.rounds for message in each.messages):
-            size, between = self.message_bytes(message.slots, payload_bytes), self._crosses(message)
+            size, between = self.message_bytes(message.slots, payload_bytes), self.crosses(message)
             tally = sent[message.source]
             for index, more in enumerate((1, size, between, between * size)):
                 tally[index] += more
         per_rank = tuple(Stats(len(self.rounds), a, b, self.rounds_between, c, d) for a, b, c, d in sent)
         return Prediction(per_rank, Stats.total(per_rank))
 
-    def _crosses(self, message: Message) -> bool:
+    def crosses(self, message: Message) -> bool:
+        """Whether a message goes from one host to another."""
         return self.hosts[message.source] != self.hosts[message.dest]
 
     def draw(self) -> str:

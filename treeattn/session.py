@@ -8,7 +8,6 @@ others learn of it from the headers, and all meet in an exchange of descriptions
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,7 @@ class Session:
     def consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         """Go to the descriptions at once, having told the others so by way of the agreed plan."""
         if self._agreed is not None:
-            self._pass(self._exchange_of(self._agreed), Header(0, CONSULT, 0, 0), None)
+            self._pass(self._exchange_of(self._agreed), CONSULT, 0, 0, None)
         return [each.values for each in self._negotiate(lambda: description, error)]
 
     def _run(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:
@@ -70,17 +69,16 @@ class Session:
             except Exception as error:  # a device may fail here, while the others can still be told
                 attempt, status = Attempt(None, None, error), ERROR
         digest = 0 if attempt.signature is None else attempt.signature.digest
-        return attempt, self._pass(exchange, Header(0, status, digest, attempt.check), attempt.state)
+        return attempt, self._pass(exchange, status, digest, attempt.check, attempt.state)
 
     def _status(self, attempt: Attempt) -> int:
         if attempt.error is not None or attempt.signature is None:
             return ERROR
         return 0 if self._agreed is not None and attempt.signature.wire == self._agreed.wire else OTHER
 
-    def _pass(self, exchange: Exchange, header: Header, state: PartialState | None) -> Header:
+    def _pass(self, exchange: Exchange, status: int, digest: int, check: int, state: PartialState | None) -> Header:
         self._channel.step += 1
-        header = replace(header, step=self._channel.step)
-        return self._channel.call(exchange.run, header, state)
+        return self._channel.call(exchange.run, Header(self._channel.step, status, digest, check), state)
 
     @staticmethod
     def _result(exchange: Exchange, attempt: Attempt, out: PartialState | None) -> PartialState | None:

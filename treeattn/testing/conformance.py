@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -68,7 +69,7 @@ class BackendConformance:
         """States of the shards between ``cuts``."""
         q, k, v = self.inputs(dtype)
         edges = (0, *cuts, TOKENS)
-        pieces = [slice(start, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+        pieces = [slice(start, stop) for start, stop in pairwise(edges)]
         return [treeattn.partial_attention(q, k[:, :, at], v[:, :, at], backend=self.backend) for at in pieces]
 
     def bits(self, state: PartialState) -> bytes:
@@ -108,7 +109,7 @@ class BackendConformance:
         """NaN and infinity behind kv_len or a mask never appear."""
         q, k, v = self.inputs()
         k[1, :, 4:], v[1, :, 4:] = np.nan, np.inf
-        options = {"kv_len": np.array([TOKENS, 4])}
+        options: dict[str, Any] = {"kv_len": np.array([TOKENS, 4])}
         got = treeattn.attention(q, k, v, backend=self.backend, return_lse=True, **options)
         assert np.isfinite(got[0]).all()
         assert_attention(got, q, k, v, **options)

@@ -65,7 +65,7 @@ def tolerance(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> An
     spec, args = resolve(q, k, v, Options(**options))
     args = replace(args, q=_finite(args.q), k=_finite(args.k), v=_finite(args.v))
     right = _finished(reference.partial(spec, args), spec, sink)
-    out, lse = _floor(right, spec)
+    out, lse = _floor(right, spec, args)
     for seed in range(ORDERS):
         rounded = _finished(plain.partial(spec, _reordered(args, seed)), spec, sink)
         out = max(out, 2 * _largest_error(rounded.out.astype(narrow_dtype(spec.q_dtype)), right.out))
@@ -110,12 +110,19 @@ def _reordered(args: Args, seed: int) -> Args:
     return replace(args, q=args.q[..., order], k=args.k[..., order])
 
 
-def _floor(right: Answer, spec: Spec) -> tuple[float, float]:
-    # One unit in the last place of a logit changes its weight, relatively, by as much: no kernel can do better.
-    steep = max(1.0, float(np.max(np.abs(_finite(right.lse)), initial=0)) / FLOOR)
-    out = _units(right.out, spec.q_dtype) + _units(right.out, spec.state_dtype) * steep
-    # m and log l may cancel in lse; what it is good for, exp(lse), is no worse for an absolute error of that size.
-    return out, _units(np.append(right.lse, 1.0), spec.state_dtype)
+def _floor(right: Answer, spec: Spec, args: Args) -> tuple[float, float]:
+    epsilon = float(np.finfo(spec.state_dtype).eps)
+    size = float(np.max(np.abs(_finite(right.lse)), initial=0))
+    # Rounding in a logit, and in the terms of its dot product, changes its weight, relatively, by as much; m and
+    # log l may cancel in lse. No kernel can do better than a few of those units.
+    k_scale = 1.0 if args.k_scale is None else float(np.max(np.abs(args.k_scale), initial=0))
+    logit = max(FLOOR, size, _longest(args.q) * _longest(args.k) * k_scale * abs(spec.scale) / 2)
+    out = _units(right.out, spec.q_dtype) + _units(right.out, spec.state_dtype) * logit / FLOOR
+    return out, epsilon * max(logit, FLOOR * size)
+
+
+def _longest(rows: Array) -> float:
+    return float(np.max(np.linalg.norm(rows.astype(np.float64), axis=-1), initial=0))
 
 
 def _units(array: Array, dtype: str) -> float:

@@ -1,0 +1,125 @@
+"""What agreement costs: one allreduce of a decode step's state, with and without headers, and when a rank is wrong.
+
+    python -m treeattn.launch 2 benchmarks/agreement.py --json agreement.json
+
+Rows, each the median of rank 0's times in microseconds:
+
+- ``allreduce``: the public call, with agreement;
+- ``bare``: the same plan, messages and merges with no header, no checks, no lock and no signature;
+- ``disagree``: the call in which rank 0 brings no state, up to the error that every rank raises;
+- ``first``: a call of another shape than the one before, which is agreed on first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import treeattn
+from treeattn.errors import InputError
+from treeattn.plan import Plan
+from treeattn.transport import Transport
+
+
+class Bare:
+    """Follows a plan with payloads alone."""
+
+    def __init__(self, plan: Plan, transport: Transport, state: treeattn.PartialState) -> None:
+        self._transport, self._ops, self._shape = transport, state.ops, state.packed.shape
+        size, count = state.nbytes, plan.records(transport.rank)
+        buffer = np.empty(count * size, np.uint8)
+        self._states = [buffer[i * size : (i + 1) * size].view(state.dtype).reshape(self._shape) for i in range(count)]
+        self._rounds = [
+            (
+                step.number,
+                [(source, buffer[at * size : (at + slots) * size]) for source, slots, at in step.receives],
+                [(dest, buffer[: slots * size]) for dest, slots in step.sends],
+                [source for source, _, _ in step.receives] + [dest for dest, _ in step.sends],
+                [[self._states[source] for source in sources] for sources in step.merges],
+            )
+            for step in plan.steps(transport.rank)
+        ]
+
+    def merge(self, state: treeattn.PartialState) -> treeattn.PartialState:
+        """Merge the states of all ranks."""
+        transport, own = self._transport, self._states[0]
+        np.copyto(own, state._packed)
+        for tag, receives, sends, peers, merges in self._rounds:
+            requests = [transport.irecv(data, source, tag) for source, data in receives]
+            requests += [transport.isend(data, dest, tag) for dest, data in sends]
+            transport.wait(requests, peers)
+            for sources in merges:
+                self._ops.merge(own, sources)
+        return treeattn.PartialState(own.copy(), self._ops)
+
+
+def median_us(call: Callable[[], Any], repeats: int) -> float:
+    for _ in range(repeats // 10 + 1):
+        call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
+
+
+def disagree(comm: treeattn.TreeComm, state: treeattn.PartialState) -> None:
+    try:
+        comm.allreduce(state if comm.rank else None)  # type: ignore[arg-type]
+    except InputError:
+        return
+    raise AssertionError("a rank without a state went unnoticed")
+
+
+def measure(comm: treeattn.TreeComm, heads: int, width: int, repeats: int) -> dict[str, float]:
+    rng = np.random.default_rng(comm.rank)
+    q, k, v = (rng.standard_normal((1, heads, n, width), dtype=np.float32) for n in (1, 4, 4))
+    state, small = treeattn.partial_attention(q, k, v), treeattn.partial_attention(q[:, :1], k[:, :1], v[:, :1])
+    bare = Bare(comm.plan_for(state.nbytes), comm._channel.transport.dup(), state)
+    found: dict[str, list[float]] = {"allreduce": [], "bare": []}
+    for _ in range(5):  # in turns, so that whatever else the machine does meets both
+        found["allreduce"].append(median_us(lambda: comm.allreduce(state), repeats))
+        found["bare"].append(median_us(lambda: bare.merge(state), repeats))
+    return {
+        **{name: statistics.median(each) for name, each in found.items()},
+        "disagree": median_us(lambda: disagree(comm, state), repeats // 10),
+        "first": median_us(lambda: (comm.allreduce(state), comm.allreduce(small)), repeats // 10) / 2,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=1000)
+    parser.add_argument("--json", type=Path, help="where rank 0 writes the numbers")
+    options = parser.parse_args()
+    with treeattn.TreeComm() as comm:
+        found = measure(comm, options.heads, options.width, options.repeats)
+        if comm.rank == 0:
+            show(found, comm.size, str(comm.plan), options.json)
+
+
+def show(found: dict[str, float], ranks: int, plan: str, path: Path | None) -> None:
+    table = Table(title=f"{ranks} ranks, median of rank 0's times", caption=plan)
+    for column in ("call", "µs"):
+        table.add_column(column)
+    for name, value in found.items():
+        table.add_row(name, f"{value:.1f}")
+    Console(width=100).print(table)
+    if path is not None:
+        path.write_text(json.dumps({"ranks": ranks, "plan": plan, "microseconds": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
