@@ -282,6 +282,10 @@ class Prepared:
     def result(self) -> Any:
         """Give what `treeattn.decode` would, or raise any rank's error on every rank; collective."""
         self.comm.consult(self.baseline.name, (), {}, self.call.error)
+        return self.deliver()
+
+    def deliver(self) -> Any:
+        """Finish this rank's state, without asking the others whether they have an error."""
         if self.state is None or self.call.root not in (None, self.call.rank):
             return (None, None) if self.return_lse else None
         return deliver(self.state, self.call.spec, self.sink, self.return_lse)

@@ -9,6 +9,7 @@ from typing import NoReturn
 import click
 
 from treeattn import __version__
+from treeattn.cli.bench import bench
 from treeattn.cli.decode import decode
 from treeattn.cli.doctor import doctor
 from treeattn.cli.failure import run_command
@@ -21,13 +22,14 @@ Examples:
   treeattn doctor --ranks 4
   treeattn topology --hosts a,a,b,b
   treeattn decode --tokens 131072 --ranks 4 --verify
+  treeattn bench --ranks 2,4,8 --plot comparison.png
   mpirun -n 4 treeattn decode --q-heads 32 --kv-heads 8
 """
 
 
 @click.group(
     "treeattn",
-    commands=[decode, topology, doctor],
+    commands=[decode, bench, topology, doctor],
     invoke_without_command=True,
     epilog=EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
