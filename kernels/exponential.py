@@ -5,7 +5,8 @@ differ between them. These use nothing but IEEE additions, multiplications, divi
 exponent, without contraction, and no table; a compiler may vectorise them, which changes no bit.
 
 Largest errors found against extended precision, in units in the last place (the tests hold them to it): ``exp`` 1.01,
-``exp2`` and ``log`` 1.25. Results below the normal range lose bits gradually, as IEEE arithmetic does. NaN passes through.
+``exp2`` and ``log`` 1.25. Results below the normal range lose bits gradually, as IEEE arithmetic does. NaN passes
+through.
 """
 
 from __future__ import annotations

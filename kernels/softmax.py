@@ -1,6 +1,6 @@
 """From a block's raw scores to weights, with the running maximum and sum of each row (online softmax).
 
-Logits stay natural; weights are 2**((logit - m) log2 e). Folding log2 e into q instead would lose bits at large logits.
+Logits stay natural; weights are 2**((logit - m) log2 e). Folding log2 e into q would lose bits at large logits.
 """
 
 from __future__ import annotations
@@ -10,104 +10,137 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.kernels.call import Call
-from treeattn.kernels.compilation import loops
+from treeattn.kernels.call import BLOCK, Call, Task, call_at, task_at
+from treeattn.kernels.compilation import loops, part
 from treeattn.kernels.exponential import LOG2E, exp2
-from treeattn.kernels.memory import pointer
+from treeattn.kernels.memory import itemsize, pointer
+from treeattn.kernels.visibility import SOME
 
-__all__ = ["to_logits", "to_weights"]
+__all__ = ["WEIGH", "weigh_double", "weigh_single"]
+
+WEIGH = "void(int64)"
+"""(task): turns the block's scores into weights, in place, and adds them to ``l``; moves ``m``, and ``sums`` with it.
+
+A hidden key's weight is -inf, a mark that no weight can have; the task's ``hidden`` is set where there may be one.
+``partial`` is cleared.
+"""
+
+
+@part(WEIGH)
+def weigh_single(address: int) -> None:
+    """Weigh in float32."""
+    _weigh(task_at(address), np.float32)
+
+
+@part(WEIGH)
+def weigh_double(address: int) -> None:
+    """Weigh in float64."""
+    _weigh(task_at(address), np.float64)
 
 
 @loops
-def to_logits(
-    call: Call, b: int, head: int, t: int, start: int, keys: int, scores: int, k_scale: int, dtype: Any
-) -> None:
-    """Turn one row's raw scores into logits: scale, softcap, float mask, in this order."""
-    logit = pointer(scores, dtype)
-    factor = dtype(call.scale)
+def _weigh(task: Task, dtype: Any) -> None:
+    call = call_at(task.call)
+    some = task.visible == SOME
+    task.hidden = some
+    for row in range(task.rows):
+        scores = pointer(task.scores + row * BLOCK * itemsize(dtype), dtype)
+        _to_logits(call, task, row, scores, dtype)
+        if some:
+            _hide(scores, task.seen + row * BLOCK, task.keys, dtype)
+        correction, total = _to_weights(task, row, scores, some, dtype)
+        _rescale(call, task, row, correction, dtype)
+        _scale_weights(call, task, scores, dtype)
+        task.hidden |= total == 0
+
+
+@loops
+def _to_logits(call: Call, task: Task, row: int, logits: Any, dtype: Any) -> None:
+    """Scale, softcap, float mask, in this order."""
+    factor, stored = dtype(call.scale), pointer(task.k_scale, dtype)
     if call.k_scale != 0:
-        stored = pointer(k_scale, dtype)
-        for i in range(keys):
-            logit[i] *= factor * stored[i]
+        for i in range(task.keys):
+            logits[i] *= factor * stored[i]
     else:
-        for i in range(keys):
-            logit[i] *= factor
+        for i in range(task.keys):
+            logits[i] *= factor
     if call.softcap > 0:
         cap = dtype(call.softcap)
-        for i in range(keys):
-            logit[i] = cap * math.tanh(logit[i] / cap)
+        for i in range(task.keys):
+            logits[i] = cap * math.tanh(logits[i] / cap)
     if call.mask_additive:
-        mask = call.mask + b * call.mask_b + head * call.mask_h + t * call.mask_t + start * call.mask_d
-        for i in range(keys):
-            logit[i] += pointer(mask + i * call.mask_d, dtype)[0]
+        t, head = task.first + row // call.group, task.h * call.group + row % call.group
+        mask = call.mask + task.b * call.mask_b + head * call.mask_h + t * call.mask_t + task.start * call.mask_d
+        for i in range(task.keys):
+            logits[i] += pointer(mask + i * call.mask_d, dtype)[0]
 
 
 @loops
-def to_weights(scores: int, seen: int, some: bool, keys: int, m: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """Turn one row's logits into weights relative to its new maximum.
-
-    Returns
-    -------
-    m, total, correction
-        The new maximum, the sum of the weights, and what earlier sums have to be multiplied with. A hidden key's
-        weight is -inf, a mark that no weight can have.
-    """
-    if some:
-        _hide(scores, seen, keys, dtype)
-    highest = _largest(scores, keys, m, dtype)
-    if highest == -np.inf and not _any_nan(scores, keys, dtype):
-        _hide_all(scores, keys, dtype)
-        return m, dtype(0), dtype(1)
-    total = _weigh(scores, keys, highest, some, dtype)
-    return highest, total, exp2((m - highest) * dtype(LOG2E)) if m != highest else dtype(1)
-
-
-@loops
-def _hide(scores: int, seen: int, keys: int, dtype: Any) -> None:
-    logit, visible = pointer(scores, dtype), pointer(seen, np.uint8)
+def _hide(logits: Any, seen: int, keys: int, dtype: Any) -> None:
+    visible = pointer(seen, np.uint8)
     for i in range(keys):
-        logit[i] = logit[i] if visible[i] else dtype(-np.inf)
+        logits[i] = logits[i] if visible[i] else dtype(-np.inf)
 
 
 @loops
-def _largest(scores: int, keys: int, start: Any, dtype: Any) -> Any:
+def _to_weights(task: Task, row: int, logits: Any, some: bool, dtype: Any) -> tuple[Any, Any]:
+    """Weigh one row's keys; give what its earlier sums have to be multiplied with, and the sum of its weights."""
+    m, l = pointer(task.m, dtype), pointer(task.l, dtype)  # noqa: E741 - the field's names
+    highest, before = _largest(logits, task.keys, m[row], dtype), m[row]
+    if highest == -np.inf and not _any_nan(logits, task.keys):
+        return dtype(1), dtype(0)  # every logit is -inf, and marks its key as hidden
+    total = _exponentiate(logits, task.keys, highest, some, dtype)
+    correction = exp2((before - highest) * dtype(LOG2E)) if before != highest else dtype(1)
+    m[row], l[row] = highest, l[row] * correction + total
+    return correction, total
+
+
+@loops
+def _largest(logits: Any, keys: int, start: Any, dtype: Any) -> Any:
     """Largest logit, ``start`` included; a NaN is passed over, and shows in the weights instead."""
-    logit = pointer(scores, dtype)
     highest = start
     for i in range(keys):
-        highest = logit[i] if logit[i] > highest else highest
+        highest = logits[i] if logits[i] > highest else highest
     return highest
 
 
 @loops
-def _any_nan(scores: int, keys: int, dtype: Any) -> bool:
-    logit = pointer(scores, dtype)
+def _any_nan(logits: Any, keys: int) -> bool:
     found = False
     for i in range(keys):
-        found |= logit[i] != logit[i]
+        found |= logits[i] != logits[i]
     return found
 
 
 @loops
-def _hide_all(scores: int, keys: int, dtype: Any) -> None:
-    weight = pointer(scores, dtype)
-    for i in range(keys):
-        weight[i] = dtype(-np.inf)
-
-
-@loops
-def _weigh(scores: int, keys: int, m: Any, some: bool, dtype: Any) -> Any:
-    weight = pointer(scores, dtype)
+def _exponentiate(weights: Any, keys: int, m: Any, some: bool, dtype: Any) -> Any:
     total = dtype(0)
     if some:
         for i in range(keys):
-            hidden = weight[i] == dtype(-np.inf)
-            p = exp2((weight[i] - m) * dtype(LOG2E))
+            hidden = weights[i] == dtype(-np.inf)
+            p = exp2((weights[i] - m) * dtype(LOG2E))
             total += dtype(0) if hidden else p
-            weight[i] = dtype(-np.inf) if hidden else p
+            weights[i] = dtype(-np.inf) if hidden else p
     else:
         for i in range(keys):
-            p = exp2((weight[i] - m) * dtype(LOG2E))
+            p = exp2((weights[i] - m) * dtype(LOG2E))
             total += p
-            weight[i] = p
+            weights[i] = p
     return total
+
+
+@loops
+def _rescale(call: Call, task: Task, row: int, correction: Any, dtype: Any) -> None:
+    start = row * call.v_head_dim * itemsize(dtype)
+    sums, partial = pointer(task.sums + start, dtype), pointer(task.partial + start, dtype)
+    for j in range(call.v_head_dim):
+        sums[j] *= correction
+        partial[j] = 0
+
+
+@loops
+def _scale_weights(call: Call, task: Task, weights: Any, dtype: Any) -> None:
+    if call.v_scale != 0:
+        stored = pointer(task.v_scale, dtype)
+        for i in range(task.keys):
+            weights[i] = weights[i] * stored[i] if weights[i] != -np.inf else weights[i]

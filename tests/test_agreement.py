@@ -94,15 +94,15 @@ def compiled():
 @pytest.mark.parametrize("size", range(1, 8))
 @pytest.mark.parametrize("one_host", [False, True])
 def test_threads(size, one_host):
-    hosts = None if one_host else list(HOSTS[size])
-    assert_program_went_well(run_ranks(size, program.report, hosts=hosts))
+    hosts, stride = (None, 4) if one_host else (list(HOSTS[size]), 1)
+    assert_program_went_well(run_ranks(size, lambda t: program.report(t, stride=stride), hosts=hosts))
 
 
 @pytest.mark.parametrize("size", [4, 7])
 @pytest.mark.parametrize("options", [{"plan": "binary"}, {"plan": "flat,2"}, {"deterministic": True}], ids=str)
 def test_other_plans_with_messages_that_wait_and_arrive_in_any_order(size, options):
     hosts = list(HOSTS[size])
-    reports = run_ranks(size, lambda t: program.report(t, **options), hosts=hosts, rendezvous=True, seed=size)
+    reports = run_ranks(size, lambda t: program.report(t, stride=4, **options), hosts=hosts, rendezvous=True, seed=size)
     assert_program_went_well(reports)
     if options != {"plan": "binary"}:
         assert reports[0]["results"]["allreduce"][0][1] == reports[0]["in rank order"]

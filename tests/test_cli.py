@@ -17,6 +17,8 @@ from treeattn.planner import plan_allreduce
 
 SMALL = ("--tokens", "100", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "8", "--repeats", "2", "--warmup", "0")
 
+OPEN_MPI_OF_TWO = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+
 
 class Ended:
     """How a command line ended: exit status and what it printed."""
@@ -158,7 +160,7 @@ def test_doctor_finds_this_machine_healthy(treeattn):
 
 
 def test_doctor_shows_what_is_wrong_and_what_to_do(treeattn, monkeypatch):
-    monkeypatch.setattr(doctor, "_mpi_library", lambda: doctor.Check("MPI library", "not looked at"))
+    monkeypatch.setattr(doctor, "_mpi_library", lambda name: doctor.Check(name, "not looked at"))
     monkeypatch.setattr(doctor, "RUNTIME_PACKAGES", ("numpy", "click"))
     monkeypatch.setattr(doctor, "SHM_PER_RANK", 2**60)
     ended = treeattn("doctor")
@@ -170,13 +172,23 @@ def test_doctor_shows_what_is_wrong_and_what_to_do(treeattn, monkeypatch):
 
 
 def test_doctor_survives_a_check_that_breaks(treeattn, monkeypatch):
-    def _surprise():
+    def surprise(name):
         raise ZeroDivisionError("nobody thought of this")
 
-    monkeypatch.setattr(doctor, "_mpi_library", _surprise)
+    monkeypatch.setattr(doctor, "_mpi_library", surprise)
     ended = treeattn("doctor")
     assert ended.status == 1
     assert "failed  ZeroDivisionError: nobody thought of this" in ended.out
+
+
+def test_doctor_tells_of_a_launcher_that_does_not_belong_to_the_library(mpirun):
+    foreign = {"PMI_RANK": "0", "PMI_SIZE": "2"} if mpirun.runtime.name == "openmpi" else OPEN_MPI_OF_TWO
+    foreign |= {"PYTHONWARNINGS": ""}  # mpi4py notices too
+    job = mpirun(("-m", "treeattn", "doctor", "--json", "-"), 1, launcher=list, env=foreign, check=False)
+    assert job.rc == 1
+    checks = {check["name"]: check for check in json.loads(job.stdout)["checks"]}
+    assert checks["ranks"]["state"] == "failed"
+    assert "started 2 ranks, but MPI sees one process" in checks["ranks"]["finding"]
 
 
 @pytest.mark.parametrize(

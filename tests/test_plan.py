@@ -240,13 +240,14 @@ def test_two_hosts_of_two_ranks():
     )
 
 
-@given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 10**8))
+@given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 10**8))
 @MANY
 def test_the_default_needs_few_rounds_of_few_messages(hosts, ranks, payload):
     labels = [str(host) for host in range(hosts) for _ in range(ranks)]
     radices = choose_radices(labels, payload)
     assert radices == choose_radices(labels, payload)
     assert digits(hosts, radices.between) == digits(hosts, 8), "no more rounds than the largest radix needs"
+    assert radices.flat or digits(ranks, radices.inside) == digits(ranks, 8)
     if hosts > 1:
         assert not radices.flat
         assert exchange_messages(hosts, radices.between) <= 7 * digits(hosts, radices.between)

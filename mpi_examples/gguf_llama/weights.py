@@ -23,7 +23,7 @@ from gguf_llama.processes import Processes
 from gguf_llama.unpacking import TensorPlace, Unpacked, unpack
 from gguf_llama.vocabulary import Vocabulary
 
-__all__ = ["Weights", "load"]
+__all__ = ["Weights", "load", "map_tensors"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -97,10 +97,15 @@ def _header(unpacked: Unpacked) -> bytes:
 
 def _map(header: bytes, vocabulary: Vocabulary | None) -> Weights:
     said: dict[str, Any] = json.loads(header)
+    places = [TensorPlace(**place) for place in said["tensors"]]
     try:
-        flat = np.asarray(np.memmap(said["target"], dtype=np.float32, mode="r"))
+        tensors = map_tensors(said["target"], places)
     except OSError as error:
         raise LlamaError(f"the weights that another rank of this host has unpacked can't be mapped: {error}") from None
-    places = (TensorPlace(**place) for place in said["tensors"])
-    tensors = {place.name: flat[place.offset : place.stop].reshape(place.rows, place.columns) for place in places}
     return Weights(Config(**said["config"]), tensors, vocabulary)
+
+
+def map_tensors(file: str, places: Sequence[TensorPlace]) -> dict[str, Array]:
+    """Map what `unpack` has written, read-only; the arrays outlive the file's name."""
+    flat = np.asarray(np.memmap(file, dtype=np.float32, mode="r"))
+    return {place.name: flat[place.offset : place.stop].reshape(place.rows, place.columns) for place in places}

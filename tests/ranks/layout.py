@@ -4,6 +4,7 @@ import json
 import os
 import socket
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 
@@ -20,11 +21,14 @@ rng = np.random.default_rng(7)
 q, k, v = (rng.standard_normal(shape, dtype=np.float32) for shape in SHAPE.values())
 
 with TreeComm() as comm:
-    cuts = [rank * rank * 50 // comm.size**2 for rank in range(comm.size + 1)]  # the first shard is empty with 8 ranks
+    cuts = [rank * rank * 50 // comm.size**2 for rank in range(comm.size + 1)]
     mine = np.s_[:, :, cuts[comm.rank] : cuts[comm.rank + 1]]
-    assert_attention(decode(q, k[mine], v[mine], comm=comm, return_lse=True), q, k, v)
+    step = partial(
+        decode, q, k[mine], v[mine], comm=comm, backend="reference"
+    )  # no compiling: kernels are no matter here
+    assert_attention(step(return_lse=True), q, k, v)
     before = comm.stats
-    out = decode(q, k[mine], v[mine], comm=comm)
+    out = step()
     report = {
         "rank": comm.rank,
         "name": socket.gethostname(),

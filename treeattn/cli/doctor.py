@@ -9,6 +9,8 @@ import click
 from treeattn.cli.options import json_option, on_ranks
 from treeattn.cli.output import console, escape, print_rows, write_json
 from treeattn.doctor import Check, examine, examine_together, healthy
+from treeattn.errors import TreeattnError
+from treeattn.launch import launched
 
 __all__ = ["doctor"]
 
@@ -30,16 +32,26 @@ def doctor(*, json_file: str | None) -> int:
     Run it the way you run your programs: under the same launcher, on the same hosts. What it prints belongs into
     bug reports.
     """
-    from treeattn.comm import TreeComm
-
     checks = examine()
-    with TreeComm() as comm:
-        checks += examine_together(comm)
-    if comm.rank == 0:
+    rank, size, together = _examine_together()
+    checks += together
+    if rank == 0:
         print_rows(console(json_file), "treeattn doctor", _rows(checks))
         checked = [asdict(check) for check in checks]
-        write_json(json_file, {"healthy": healthy(checks), "ranks": comm.size, "checks": checked})
+        write_json(json_file, {"healthy": healthy(checks), "ranks": size, "checks": checked})
     return 0 if healthy(checks) else 1
+
+
+def _examine_together() -> tuple[int, int, list[Check]]:
+    """Give this rank, how many there are, and what they found together, or why they could not get together."""
+    from treeattn.comm import TreeComm
+
+    try:
+        with TreeComm() as comm:
+            return comm.rank, comm.size, examine_together(comm)
+    except TreeattnError as error:
+        here = launched()
+        return (0 if here is None else here.rank), 1, [Check("ranks", str(error), "failed")]
 
 
 def _rows(checks: list[Check]) -> list[tuple[str, str]]:

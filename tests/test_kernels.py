@@ -1,0 +1,347 @@
+"""The streaming kernel against the oracle: shapes, strides, types, masks; what it must not read; equal bits."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import treeattn
+from treeattn.errors import InputError
+from treeattn.kernels import threads
+from treeattn.testing.oracle import assert_attention, assert_close, dense
+
+FLOATS = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
+STORED = [*FLOATS, np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+WIDTHS = [1, 7, 16, 64, 80, 96, 128, 192, 256, 576]
+STRIDES = ["plain", "token-major", "reversed", "every second", "fortran", "padded", "read-only"]
+drawn = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+
+
+def numbers(rng, shape, dtype):
+    if np.dtype(dtype) == np.int8:
+        return rng.integers(-127, 128, shape, dtype=np.int8)
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def laid_out(array, how):
+    """The same numbers, lying in memory in another way."""
+    if how == "token-major":
+        return np.ascontiguousarray(array.swapaxes(1, 2)).swapaxes(1, 2)
+    if how == "reversed":
+        return np.ascontiguousarray(array[:, :, ::-1, ::-1])[:, :, ::-1, ::-1]
+    if how == "every second":
+        wide = np.zeros((*array.shape[:3], 2 * array.shape[3]), array.dtype)
+        wide[..., ::2] = array
+        return wide[..., ::2]
+    if how == "fortran":
+        return np.asfortranarray(array)
+    if how == "padded":
+        wide = np.full((*array.shape[:2], array.shape[2] + 3, array.shape[3] + 5), 0x7F, np.int8).astype(array.dtype)
+        wide[:, :, : array.shape[2], : array.shape[3]] = array
+        return wide[:, :, : array.shape[2], : array.shape[3]]
+    array = array.copy()
+    array.flags.writeable = how != "read-only"
+    return array
+
+
+@dataclass
+class Drawn:
+    """One call that hypothesis drew."""
+
+    q: Any
+    k: Any
+    v: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self):
+        shapes = ", ".join(f"{name} {a.shape} {a.dtype} {a.strides}" for name, a in zip("qkv", self, strict=True))
+        return f"Drawn({shapes}, {self.options})"
+
+    def __iter__(self):
+        return iter((self.q, self.k, self.v))
+
+
+@st.composite
+def calls(draw):
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    batch, kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 16))
+    q_tokens = draw(st.sampled_from([1, 1, 2, 4, 17]))
+    tokens = draw(st.sampled_from([0, 1, 3, 127, 128, 129, 300]))
+    width, v_width = draw(st.sampled_from(WIDTHS)), draw(st.sampled_from(WIDTHS))
+    q = numbers(rng, (batch, kv_heads * group, q_tokens, width), draw(st.sampled_from(FLOATS)))
+    k = numbers(rng, (batch, kv_heads, tokens, width), draw(st.sampled_from(STORED)))
+    v = numbers(rng, (batch, kv_heads, tokens, v_width), draw(st.sampled_from(STORED)))
+    k, v = laid_out(k, draw(st.sampled_from(STRIDES))), laid_out(v, draw(st.sampled_from(STRIDES)))
+    return Drawn(laid_out(q, draw(st.sampled_from(STRIDES))), k, v, draw_options(draw, rng, q, k))
+
+
+def draw_options(draw, rng, q, k):
+    batch, _, tokens, _ = k.shape
+    options = {}
+    if draw(st.booleans()):
+        options["kv_len"] = rng.integers(0, tokens + 1, batch)
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([0.5, 30.0]))
+    if draw(st.booleans()):
+        options.update(draw_positions(draw, rng, q, tokens))
+    mask = draw(st.sampled_from([None, "bool", "float", "holes"]))
+    if mask:
+        axes = draw(st.tuples(*[st.booleans()] * 4))
+        shape = [n if full else 1 for n, full in zip((batch, *q.shape[1:3], tokens), axes, strict=True)]
+        shown = rng.random(shape) < 0.5
+        added = rng.standard_normal(shape).astype(np.float32)
+        options["mask"] = {"bool": shown, "float": added, "holes": np.where(shown, added, -np.inf)}[mask]
+    for name in ("k_scale", "v_scale"):
+        if tokens and draw(st.booleans()):
+            blocks = draw(st.sampled_from([1, min(3, tokens), tokens]))
+            options[name] = rng.uniform(-0.02, 0.02, (batch, 1, blocks, 1))
+    # Integers of up to 127 make logits in the hundreds, of which a single key would take everything.
+    options["scale"] = 1 / (q.shape[-1] * (100 if k.dtype == np.int8 else 1))
+    return options
+
+
+def draw_positions(draw, rng, q, tokens):
+    batch, _, q_tokens, _ = q.shape
+    left, right = draw(st.sampled_from([(None, None), (0, 0), (9, None), (None, 5), (100, 40)]))
+    start = draw(st.sampled_from([-50, 0, 2**40]))
+    kv_pos = start + (
+        np.arange(tokens) if draw(st.booleans()) else rng.permuted(np.tile(np.arange(tokens), (batch, 1)), axis=1)
+    )
+    q_pos = start + rng.integers(-3, tokens + 3, (batch, q_tokens))
+    window = None if draw(st.booleans()) else (left, right)
+    return {"causal": draw(st.booleans()), "window": window, "kv_pos": kv_pos, "q_pos": q_pos}
+
+
+@drawn
+@given(call=calls())
+def test_every_option_at_once_gives_the_oracles_answer(call):
+    got = treeattn.attention(*call, **call.options, return_lse=True, backend="cpu")
+    assert_attention(got, *call, **call.options)
+
+
+def standard(dtype=np.float32, seed=0, q_heads=8, kv_heads=2, q_tokens=1, tokens=5000, width=64):
+    rng = np.random.default_rng(seed)
+    return [
+        rng.standard_normal(shape).astype(dtype)
+        for shape in ((1, q_heads, q_tokens, width), (1, kv_heads, tokens, width), (1, kv_heads, tokens, width))
+    ]
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=lambda dtype: np.dtype(dtype).name)
+def test_long_keys_are_split_and_merged(dtype):
+    q, k, v = standard()
+    rng = np.random.default_rng(1)
+    k, v = (numbers(rng, k.shape, dtype) for _ in range(2))
+    options = {"scale": 1e-3} if dtype is np.int8 else {}
+    assert_attention(treeattn.attention(q, k, v, **options, return_lse=True), q, k, v, **options)
+
+
+def unreadable_after(array):
+    """A copy of ``array`` at the very end of its memory, followed by a page that can't be read."""
+    page = mmap.PAGESIZE
+    size = -(-array.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    assert protect(ctypes.c_void_p(start + size), ctypes.c_size_t(page), 0) == 0, os.strerror(ctypes.get_errno())
+    placed = np.frombuffer(memory, array.dtype, array.size, size - array.nbytes).reshape(array.shape)
+    placed[...] = array
+    return placed
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("tokens", [1, 131, 300])
+def test_nothing_behind_the_arrays_is_read(dtype, tokens):
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 6, 1, 24), dtype=np.float32)
+    k, v = (numbers(rng, (1, 2, tokens, width), dtype) for width in (24, 40))
+    guarded = [unreadable_after(array) for array in (k, v)]
+    got = treeattn.attention(q, *guarded, scale=1e-3, return_lse=True)
+    assert_attention(got, q, k, v, scale=1e-3)
+
+
+def test_keys_at_and_after_kv_len_are_not_read():
+    """The arrays claim pages that can't be read: only the row's real keys can."""
+    q, k, v = standard(tokens=96, width=32, kv_heads=1)
+    guarded = [
+        np.lib.stride_tricks.as_strided(unreadable_after(array), (1, 1, 4096, 32), array.strides) for array in (k, v)
+    ]
+    options = {"kv_len": np.array([96])}
+    got = treeattn.attention(q, *guarded, **options, mask=np.ones(4096, bool), causal=True, return_lse=True)
+    assert_attention(got, q, k, v)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_value_hidden_from_some_rows_does_not_leak_into_them(poison):
+    q, k, v = standard(q_tokens=4, tokens=200)
+    mask = np.random.default_rng(0).random((1, 8, 4, 200)) < 0.5
+    mask[:, 5] = True
+    mask[:, 5, :, 77] = False
+    v[0, 1, 77] = poison
+    out = treeattn.attention(q, k, v, mask=mask)
+    sees = mask[0, :, :, 77] & (np.arange(8) >= 4)[:, None]
+    np.testing.assert_array_equal(np.isfinite(out[0]).all(-1), ~sees)
+    clean = np.where(np.isfinite(v), v, 0)
+    right = dense(q, k, clean, mask=mask).out
+    assert_close(out[0][~sees], right[0][~sees], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("offset", [-245000, 245000])
+def test_differences_between_huge_logits_survive(dtype, offset):
+    """Whole numbers are exact in both precisions, so that only the softmax can lose anything."""
+    differences = np.arange(300) % 7
+    k = (offset + differences).astype(dtype).reshape(1, 1, 300, 1)
+    v = np.random.default_rng(0).standard_normal((1, 1, 300, 3)).astype(dtype)
+    q = np.ones((1, 1, 1, 1), dtype)
+    weights = np.exp(differences - differences.max())
+    right = weights @ v[0, 0].astype(np.float64) / weights.sum()
+    out = treeattn.attention(q, k, v, scale=1.0)[0, 0, 0]
+    assert_close(out, right, 8 * np.finfo(dtype).eps)
+
+
+def test_denormal_inputs_and_weights_stay_exact_enough():
+    q, k, v = standard(tokens=300)
+    v *= np.float32(1e-40)
+    assert_close(treeattn.attention(q, k, v), dense(q, k, v).out, 1e-44)
+    tiny = [np.float16(6e-8) * np.sign(a).astype(np.float16) for a in standard(tokens=300)]
+    assert_attention(treeattn.attention(*tiny, return_lse=True), *tiny)
+
+
+def test_rows_that_see_nothing_beside_rows_that_do():
+    q, k, v = standard(q_tokens=3, tokens=700)
+    options = {"causal": True, "q_pos": np.array([-1, 5, 600]), "kv_pos": 0}
+    out, lse = treeattn.attention(q, k, v, **options, return_lse=True)
+    assert_attention((out, lse), q, k, v, **options)
+    assert not out[:, :, 0].any()
+    assert np.isneginf(lse[:, :, 0]).all()
+
+
+def test_offsets_beyond_31_bits(tmp_path):
+    """Two heads that lie 10 GB apart in a file with a hole between them, which takes no room."""
+    apart, (q, k, v) = 10 << 30, standard(q_heads=2, tokens=40, width=8)
+    memory = np.memmap(tmp_path / "hole", np.float32, "w+", shape=apart // 4 + (1 << 21))
+    far_k, far_v = (
+        np.lib.stride_tricks.as_strided(memory[start:], k.shape, (0, apart, 32, 4)) for start in (0, 1 << 20)
+    )
+    far_k[...], far_v[...] = k, v
+    assert_attention(treeattn.attention(q, far_k, far_v, return_lse=True), q, k, v)
+
+
+class TestThreads:
+    """The project's own threads."""
+
+    def test_bits_do_not_depend_on_their_number(self, monkeypatch):
+        q, k, v = standard(tokens=9000)
+        found = set()
+        for count in ("1", "2", "3", "7"):
+            monkeypatch.setenv("TREEATTN_THREADS", count)
+            found.add(treeattn.partial_attention(q, k, v).packed.tobytes())
+        assert len(found) == 1
+
+    def test_several_python_threads_may_call_at_once(self, monkeypatch):
+        monkeypatch.setenv("TREEATTN_THREADS", "3")
+        inputs = [standard(seed=seed) for seed in range(6)]
+        expected = [treeattn.attention(*given) for given in inputs]
+        wrong = []
+
+        def work(index):
+            got = {treeattn.attention(*inputs[index]).tobytes() for _ in range(10)}
+            if got != {expected[index].tobytes()}:
+                wrong.append(index)
+
+        workers = [threading.Thread(target=work, args=(index,)) for index in range(6)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+            assert not worker.is_alive()
+        assert not wrong
+
+    def test_a_forked_child_has_threads_of_its_own(self, monkeypatch):
+        monkeypatch.setenv("TREEATTN_THREADS", "2")
+        q, k, v = standard(tokens=9000)
+        expected = treeattn.attention(q, k, v).tobytes()
+        child = os.fork()
+        if child == 0:
+            same = treeattn.attention(q, k, v).tobytes() == expected
+            os._exit(0 if same else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+    @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "999999"])
+    def test_a_number_of_threads_that_is_none_is_refused(self, monkeypatch, count):
+        monkeypatch.setenv("TREEATTN_THREADS", count)
+        with pytest.raises(InputError, match=r"^TREEATTN_THREADS: expected a number .*, got"):
+            treeattn.attention(*standard(tokens=8))
+
+    def test_ranks_of_one_host_share_its_processors(self, monkeypatch):
+        monkeypatch.delenv("TREEATTN_THREADS", raising=False)
+        monkeypatch.setattr(threads, "_processors", lambda pid: 16)
+        for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_LOCALID"):
+            monkeypatch.delenv(name, raising=False)
+        assert threads.thread_count() == 16
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "5")
+        assert threads.thread_count() == 3
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "40")
+        assert threads.thread_count() == 1
+
+    def test_a_bound_rank_keeps_the_processors_it_was_given(self, monkeypatch):
+        monkeypatch.delenv("TREEATTN_THREADS", raising=False)
+        monkeypatch.setattr(threads, "_processors", lambda pid: 16 if pid else 4)
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+        assert threads.thread_count() == 4
+
+    def test_an_error_in_a_helper_is_raised(self):
+        here, both = threading.get_ident(), threading.Barrier(2, timeout=20)
+
+        def work():
+            both.wait()
+            if threading.get_ident() != here:
+                raise MemoryError
+
+        with pytest.raises(MemoryError):
+            threads.run_on_threads(work, 2)
+
+
+PROGRAM = """
+import treeattn
+from treeattn.kernels.compilation import cache_folder
+assert treeattn.merge([treeattn.PartialState.identity((1, 1, 1, 4))] * 2).l.tolist() == [[[0]]]
+print(cache_folder())
+"""
+
+
+def run_program(**environment):
+    package = os.path.dirname(os.path.dirname(treeattn.__file__))
+    variables = {**os.environ, "PYTHONPATH": package, **environment}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM], env=variables, text=True, stdout=subprocess.PIPE
+    )
+
+
+def test_processes_that_start_together_on_an_empty_cache_all_work(tmp_path):
+    started = [run_program(NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(4)]
+    for process in started:
+        assert process.communicate(timeout=120)[0].startswith(str(tmp_path))
+        assert process.returncode == 0
+
+
+def test_no_place_for_the_cache_is_no_error(tmp_path):
+    """Code then lives in memory. Even root can't make a folder below a file, or in /proc."""
+    (tmp_path / "file").touch()
+    nowhere = str(tmp_path / "file" / "below")
+    process = run_program(NUMBA_CACHE_DIR=nowhere, XDG_CACHE_HOME=nowhere, TMPDIR=nowhere)
+    assert process.communicate(timeout=120)[0]
+    assert process.returncode == 0
