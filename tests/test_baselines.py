@@ -19,7 +19,7 @@ from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
 from treeattn.wire import Wire
 
-ALL = {**BASELINES, "ulysses_replicated": Ulysses(replicate_kv=True)}
+ALL = {**BASELINES, "ulysses_gqa": Ulysses(replicate_kv=True)}
 SIZES = [1, 2, 3, 5, 8]
 B, HQ, HKV, TQ, TK, D, DV = 2, 16, 8, 5, 41, 8, 6
 
@@ -246,7 +246,7 @@ def test_ulysses_needs_a_head_per_rank_and_says_so_on_every_rank():
         assert text.startswith("InputError: k: expected at least 3 heads, since ulysses deals whole heads to 3 ranks")
         assert "got 2" in text
         assert "replicate_kv=True" in text
-    seen = on_ranks(3, lambda comm: outcome(lambda: ALL["ulysses_replicated"](q[:, :2], k, v, comm=comm)))
+    seen = on_ranks(3, lambda comm: outcome(lambda: ALL["ulysses_gqa"](q[:, :2], k, v, comm=comm)))
     assert {text.startswith("InputError: q: expected at least 3 heads") for text in seen} == {True}
 
 
@@ -257,7 +257,7 @@ def test_ulysses_replicates_kv_heads_when_asked(kv_heads, size):
 
     def call(comm):
         shard = [np.ascontiguousarray(array[:, :, comm.rank :: size]) for array in (k, v)]
-        prepared = ALL["ulysses_replicated"].prepare(q, *shard, Options(), comm=comm, return_lse=True)
+        prepared = ALL["ulysses_gqa"].prepare(q, *shard, Options(), comm=comm, return_lse=True)
         before = comm.stats
         prepared.run()
         cost = prepared.baseline.cost(prepared.problem)

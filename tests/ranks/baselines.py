@@ -15,7 +15,7 @@ from treeattn.mpi_transport import world_transport
 from treeattn.testing.oracle import assert_attention
 
 install_abort_hook()
-algorithms = {**BASELINES, "ulysses_replicated": Ulysses(replicate_kv=True)}
+algorithms = {**BASELINES, "ulysses_gqa": Ulysses(replicate_kv=True)}
 rng = np.random.default_rng(0)
 q, k, v = (rng.standard_normal((2, heads, n, 8), dtype=np.float32) for heads, n in ((8, 4), (4, 50), (4, 50)))
 checked, collectives = [], {}

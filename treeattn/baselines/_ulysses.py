@@ -70,7 +70,7 @@ class Ulysses(Baseline):
 
     def __init__(self, *, replicate_kv: bool = False) -> None:
         self.replicate_kv = replicate_kv
-        self.name = "ulysses_replicated" if replicate_kv else "ulysses"
+        self.name = "ulysses_gqa" if replicate_kv else "ulysses"
 
     def refusal(self, spec: Spec, size: int) -> InputError | None:
         """Ask for a head per rank."""

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["environment", "show"]
 
+LEGEND = """\
+ms: median of a step, until its slowest rank is done; spread: from the 10th to the 90th percentile, of the median
+sent, buffers: bytes of the busiest rank, the latter at their peak; paper's: what its formula says that a rank sends"""
+
 
 def environment(contest: Contest, mpi: bool) -> dict[str, Any]:
     """Say what the rows were measured on."""
@@ -99,9 +103,9 @@ def _print_table(to: Console, rows: Sequence[Row]) -> None:
         rows, lambda row: (row.ranks, row.hosts, row.tokens, row.batch)
     ):
         title = f"{ranks} ranks on {hosts} hosts, {counts(tokens)} tokens, batch {batch}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-        table.add_column("algorithm")
-        for column in ("ms", "10-90 %", "to tree", "rounds", "sent", "paper's", "buffers", "error"):
+        table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("algorithm", no_wrap=True)
+        for column in ("ms", "spread", "to tree", "rounds", "sent", "paper's", "buffers", "error"):
             table.add_column(column, justify="right", no_wrap=True)
         own = list(group)
         tree_ms = next((row.median_ms for row in own if row.algorithm == "tree"), None)
@@ -110,9 +114,7 @@ def _print_table(to: Console, rows: Sequence[Row]) -> None:
         to.print(table)
     for text in dict.fromkeys(f"{row.algorithm} on {row.ranks} ranks: {row.refused}" for row in rows if row.refused):
         to.print(escape(text))
-    to.print(
-        "sent, and buffers at the peak: bytes of the busiest rank; paper's: what its formula says that a rank sends"
-    )
+    to.print(LEGEND)
 
 
 def _cells(row: Row, tree_ms: float | None) -> list[str]:
@@ -122,13 +124,13 @@ def _cells(row: Row, tree_ms: float | None) -> list[str]:
     return [
         row.algorithm,
         f"{row.median_ms:.2f}",
-        f"{row.p10_ms:.2f}-{row.p90_ms:.2f}",
+        f"{100 * (row.p90_ms - row.p10_ms) / row.median_ms:.0f} %",
         "" if tree_ms is None else f"{row.median_ms / tree_ms:.2f}",
         calls,
         _size(row.rank_bytes) if row.as_stated else f"[red]{_size(row.rank_bytes)}, not as stated[/]",
         "" if row.paper_bytes is None else _size(row.paper_bytes),
         _size(row.peak_bytes),
-        f"{row.error:.1e}" if row.error <= row.limit else f"[red]{row.error:.1e} > {row.limit:.1e}[/]",
+        f"{row.error:.0e}" if row.error <= row.limit else f"[red]{row.error:.0e} > {row.limit:.0e}[/]",
     ]
 
 
