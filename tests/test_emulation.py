@@ -9,7 +9,9 @@ import pytest
 
 import treeattn
 from treeattn import errors
+from treeattn.catalog import Device, Link, Model
 from treeattn.emulation import DelayedTransport, Delays
+from treeattn.forecast import Cluster, Demand, forecast
 from treeattn.inputs import Options
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
@@ -94,6 +96,15 @@ def test_the_tree_takes_a_delay_per_round_between_hosts(hosts, plan):
 def test_at_sixteen_hosts_the_tree_is_at_least_eight_times_faster_than_a_ring():
     ring, tree_time = max(elapsed(apart(16), baseline("ring"))), max(elapsed(apart(16), tree, plan="oneshot"))
     assert ring >= 8 * tree_time
+
+
+@pytest.mark.parametrize("hosts", [2, 8, 16])
+def test_the_forecast_of_the_wire_is_what_is_emulated(hosts):
+    model = Model(layers=1, q_heads=2, kv_heads=2, head_dim=4, parameters=0)
+    way = Link(alpha_us=10_000.0, gb_per_s=1e12, source="")
+    cluster = Cluster(Device(1, 1e12, 1, "", ""), hosts, 1, way, way)
+    for name, run in (("tree", tree), ("ring", baseline("ring")), ("megatron_sp", baseline("megatron_sp"))):
+        assert max(elapsed(apart(hosts), run)) == pytest.approx(forecast(name, Demand(model, 64), cluster).wire)
 
 
 def test_each_level_has_its_own_delay():

@@ -13,6 +13,7 @@ from treeattn.cli.bench import bench
 from treeattn.cli.decode import decode
 from treeattn.cli.doctor import doctor
 from treeattn.cli.failure import run_command
+from treeattn.cli.plan import plan
 from treeattn.cli.topology import topology
 
 __all__ = ["commands", "main"]
@@ -29,7 +30,7 @@ Examples:
 
 @click.group(
     "treeattn",
-    commands=[decode, bench, topology, doctor],
+    commands=[decode, bench, plan, topology, doctor],
     invoke_without_command=True,
     epilog=EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.cli.output import console, counts, escape, print_rows, write_json
+from treeattn.cli.output import console, counts, escape, print_rows, size, write_json
 from treeattn.launch import find_runtime
 
 if TYPE_CHECKING:
@@ -127,14 +127,8 @@ def _cells(row: Row, tree_ms: float | None) -> list[str]:
         f"{100 * (row.p90_ms - row.p10_ms) / row.median_ms:.0f} %",
         "" if tree_ms is None else f"{row.median_ms / tree_ms:.2f}",
         calls,
-        _size(row.rank_bytes) if row.as_stated else f"[red]{_size(row.rank_bytes)}, not as stated[/]",
-        "" if row.paper_bytes is None else _size(row.paper_bytes),
-        _size(row.peak_bytes),
+        size(row.rank_bytes) if row.as_stated else f"[red]{size(row.rank_bytes)}, not as stated[/]",
+        "" if row.paper_bytes is None else size(row.paper_bytes),
+        size(row.peak_bytes),
         f"{row.error:.0e}" if row.error <= row.limit else f"[red]{row.error:.0e} > {row.limit:.0e}[/]",
     ]
-
-
-def _size(nbytes: float) -> str:
-    """Write bytes with three digits and a unit."""
-    power = next((power for power in range(3) if nbytes < 999.5 * 1000**power), 3)
-    return f"{nbytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"

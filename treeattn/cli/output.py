@@ -13,7 +13,7 @@ from treeattn.launch import launched
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "counts", "escape", "print_rows", "write_json"]
+__all__ = ["console", "counts", "escape", "print_rows", "size", "write_json"]
 
 
 def console(json_file: str | None) -> Console:
@@ -47,6 +47,12 @@ def escape(text: str) -> str:
 def counts(number: float, unit: str = "") -> str:
     """Write a count with its thousands apart."""
     return f"{number:,.0f}{unit and ' ' + unit}"
+
+
+def size(nbytes: float) -> str:
+    """Write bytes with three digits and a unit of 1000s."""
+    power = next((power for power in range(4) if nbytes < 999.5 * 1000**power), 4)
+    return f"{nbytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def write_json(json_file: str | None, results: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ def draw(rows: Sequence[Row], file: str) -> None:
     _panel(axes[0], one_length, "ranks", lambda row: row.median_ms, f"ms per step, {longest:,} tokens")
     _panel(axes[1], one_size, "tokens", lambda row: row.median_ms, f"ms per step, {most_ranks} ranks")
     _panel(axes[2], one_length, "ranks", lambda row: row.peak_bytes, f"peak bytes of buffers, {longest:,} tokens")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(file, dpi=120)
 
 
@@ -50,8 +50,8 @@ def _panel(axis: Any, rows: Sequence[Row], by: str, value: Callable[[Row], float
     for name in dict.fromkeys(row.algorithm for row in rows):
         own = [row for row in rows if row.algorithm == name]
         axis.plot([getattr(row, by) for row in own], [value(row) for row in own], marker="o", label=name)
-    axis.set(title=title, xlabel=by, xscale="log", yscale="symlog" if "bytes" in title else "log")
+    axis.set(title=title, xlabel=by, xscale="log", yscale="log")
     ticks = sorted({getattr(row, by) for row in rows})
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axis.minorticks_off()
-    axis.grid(alpha=0.3)
+    axis.set_xticks([], minor=True)
+    axis.grid(alpha=0.3, which="both")
