@@ -190,6 +190,11 @@ def mpirun() -> MpiRun:
     return MpiRun(find_runtime())
 
 
+def pytest_configure() -> None:
+    """Give tests a home where the environment has none: Open MPI does not start without."""
+    os.environ.setdefault("HOME", str(Path.home()))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test that takes the fixture ``mpirun``, and skip marked ones where no MPI is."""
     for item in items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -19,6 +20,14 @@ BANNERS = {
     "mpich": "HYDRA build details:\n    Version:                                 5.0.2\n    CC: gcc\n",
     "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260101\n",
 }
+
+
+def install_fake_mpirun(folder, monkeypatch, says, does="exit 1"):
+    """Put a launcher beside this Python that prints its version when asked, and else runs a line of shell."""
+    (folder / "says").write_text(says)
+    (folder / "mpirun").write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then exec cat "{folder}/says"; fi\n{does}\n')
+    (folder / "mpirun").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
 
 
 @pytest.mark.parametrize("runtime", [OPENMPI, MPICH, INTEL], ids=lambda runtime: runtime.name)
@@ -111,18 +120,26 @@ def test_without_a_launcher_the_error_names_the_install_command(tmp_path, monkey
         find_runtime()
 
 
-def install_fake_mpirun(folder, monkeypatch, says):
-    (folder / "says").write_text(says)
-    (folder / "mpirun").write_text(f'#!/bin/sh\nexec cat "{folder}/says"\n')
-    (folder / "mpirun").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(folder / "python"))
-
-
 def test_a_rank_starts_no_ranks(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(CommError, match=r"^this is already rank 0 of 2 under Open MPI: leave out the ranks$"):
         launch.run(2, ["-c", "pass"])
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -TERM $$", 128 + 15)])
+def test_the_status_of_the_job_is_passed_on(tmp_path, monkeypatch, script, status):
+    install_fake_mpirun(tmp_path, monkeypatch, BANNERS["mpich"], script)
+    assert launch.run(2, ["-c", "pass"]) == status
+
+
+def test_after_ctrl_c_the_launcher_is_waited_for(tmp_path, monkeypatch):
+    install_fake_mpirun(
+        tmp_path, monkeypatch, BANNERS["mpich"], f"sleep 0.5; kill -INT {os.getpid()}; sleep 0.3; touch ended"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert launch.run(2, ["-c", "pass"]) == 130
+    assert (tmp_path / "ended").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["2"], ["two", "script.py"]])
@@ -154,8 +171,8 @@ def test_alone_the_abort_hook_changes_nothing(monkeypatch, capsys):
 )
 def test_a_failing_rank_ends_the_job(mpirun, how, status, words):
     job = mpirun("one_fails", 3, how, check=False, timeout=30)
-    assert job.rc == status
+    assert job.rc == status, job
     lines = [line for line in job.stderr.splitlines() if line.startswith("[rank ")]
-    assert len(lines) == (1 if words else 0)
+    assert len(lines) == (1 if words else 0), job
     assert all(line.startswith("[rank 1 of 3, ") for line in lines)
     assert words in job.stderr

@@ -93,7 +93,8 @@ class ShardedKVCache:
     @property
     def positions(self) -> Array:
         """Positions of the tokens that this rank holds, ascending, int64 (local_length,)."""
-        return self._positions[: self.local_length].copy()
+        positions: Array = self._positions[: self.local_length].copy()
+        return positions
 
     @property
     def nbytes(self) -> int:

@@ -220,11 +220,15 @@ def run(ranks: int, arguments: Sequence[str]) -> int:
 
 
 def _wait(job: subprocess.Popen[bytes]) -> int:
+    interrupted = False
     while True:
         try:
             status = job.wait()
         except KeyboardInterrupt:  # the terminal sent it to the launcher too, which ends the ranks: wait for that
+            interrupted = True
             continue
+        if interrupted:
+            return 130
         return status if status >= 0 else 128 - status
 
 

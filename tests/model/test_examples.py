@@ -50,4 +50,4 @@ def test_an_example_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_an_example_on_ranks(mpirun: Any, name: str) -> None:
-    CHECKS[name](mpirun(EXAMPLES / name, 3).stdout, 3)
+    CHECKS[name](mpirun(EXAMPLES / name, 2).stdout, 2)

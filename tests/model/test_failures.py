@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gguf_llama.config import Config
 from gguf_llama.errors import LlamaError
+from gguf_llama.gguf_file import GGUFFile
+from gguf_llama.task import Question, Task
 from gguf_llama.unpacking import unpack
+from gguf_llama.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.model
 
@@ -62,16 +66,42 @@ def sentence(*arguments: object, status: int = 1) -> str:
     return ended.stderr
 
 
-def test_one_sentence_and_a_status_for_each_wrong_question(write_model: Any, tmp_path: Path) -> None:
+def test_one_sentence_and_a_status_on_the_command_line(write_model: Any, tmp_path: Path) -> None:
     assert "give a --prompt" in sentence()
     assert "No such option" in sentence("--frobnicate")
     assert "no.gguf can't be read: No such file" in sentence("--model", tmp_path / "no.gguf", "--prompt", "x")
-    model = write_model({"tokenizer.chat_template": "{{ messages }}"})
-    assert "use --raw" in sentence("--model", model, "--prompt", "x")
-    long = sentence("--model", model, "--raw", "--prompt", "x" * 64)
+    long = sentence("--model", write_model(), "--raw", "--prompt", "x" * 64)
     assert "the prompt has 64 tokens, which leaves no room for an answer in 64" in long
-    assert "no.txt can't be read" in sentence("--model", model, "--prompt-file", tmp_path / "no.txt")
-    assert "fewer than the 65 of --context" in sentence("--model", model, "--raw", "--prompt", "x", "--context", 65)
+
+
+WRONG_QUESTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no template": ({}, "use --raw"),
+    "an empty prompt": ({"prompt": "", "raw": True}, "the prompt is empty"),
+    "no room for an answer": ({"prompt": "x" * 9, "raw": True, "context": 9}, "9 tokens, which leaves no room"),
+    "no such file": ({"prompt_file": Path("no.txt"), "raw": True}, "no.txt can't be read: No such file"),
+    "not a text": ({"prompt_file": Path(sys.executable), "raw": True}, "not a text in UTF-8"),
+    "more than the model's context": ({"raw": True, "context": 65}, "fewer than the 65 of --context"),
+}
+
+
+@pytest.mark.parametrize("question", WRONG_QUESTIONS)
+def test_a_question_that_can_not_be_asked_is_refused(write_model: Any, question: str) -> None:
+    asked, words = WRONG_QUESTIONS[question]
+    file = GGUFFile(write_model({"tokenizer.chat_template": "{{ messages }}"}))
+    vocabulary = Vocabulary.of(file)
+    plain = {"prompt": "x", "prompt_file": None, "question": None, "raw": False, "max_new_tokens": 9, "context": None}
+    with pytest.raises(LlamaError, match=words):
+        Task.of(Question(**{**plain, **asked}), Config.of(file), vocabulary, vocabulary.load())
+
+
+def test_an_answer_stops_where_the_context_ends(write_model: Any) -> None:
+    file = GGUFFile(write_model())
+    vocabulary = Vocabulary.of(file)
+    asked = Question(prompt="a", prompt_file=None, question="b", raw=True, max_new_tokens=9, context=10)
+    task = Task.of(asked, Config.of(file), vocabulary, vocabulary.load())
+    assert vocabulary.load().decode(task.prompt) == "a\n\nb"
+    assert task.limit == 6
+    assert Task.from_bytes(task.to_bytes()) == task
 
 
 def test_every_rank_ends_and_one_speaks(mpirun: Any, tmp_path: Path) -> None:

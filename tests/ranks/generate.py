@@ -1,4 +1,4 @@
-"""Generate on all ranks, once per host map, and on rank 0 alone: MODEL PROMPT_IDS NEW_TOKENS HOSTS..."""
+"""Generate on all ranks, once per host map, and on rank 0 alone: MODEL PROMPT_IDS NEW_TOKENS CHUNK HOSTS..."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from gguf_llama.weights import Weights, load
 from treeattn.launch import install_abort_hook
 
 
-def generate(weights: Weights, comm: treeattn.TreeComm, prompt: list[int], limit: int) -> tuple[list[int], list[int]]:
+def generate(
+    weights: Weights, comm: treeattn.TreeComm, prompt: list[int], limit: int, chunk: int
+) -> tuple[list[int], list[int]]:
     """Give the new tokens, and how many tokens each rank held in the end."""
     processes = Processes.of(comm)
     attention = ShardedAttention(weights.config, comm, processes, capacity=len(prompt) + limit)
     generation = Generation(Llama(weights), attention)
-    logits = generation.prefill(np.array(prompt), 16, lambda done: None)
+    logits = generation.prefill(np.array(prompt), chunk, lambda done: None)
     new = list(generation.tokens(logits, limit, ends=[]))
     return new, processes.gather_rows(np.array([attention.local_length]), [1] * comm.size).tolist()
 
@@ -32,17 +34,16 @@ def generate(weights: Weights, comm: treeattn.TreeComm, prompt: list[int], limit
 def main() -> None:
     """Run one process of the job."""
     install_abort_hook()
-    model, prompt, limit, *maps = sys.argv[1:]
+    model, prompt, limit, chunk, *maps = sys.argv[1:]
+    task = (json.loads(prompt), int(limit), int(chunk))
     comm = treeattn.TreeComm()
     weights = load(Path(model), Processes.of(comm))
-    report = {"rank": comm.rank, "runs": []}
-    for hosts in maps:
-        mapped = treeattn.TreeComm(hosts=hosts.split(","))
-        report["runs"].append(generate(weights, mapped, json.loads(prompt), int(limit)))
+    runs = [generate(weights, treeattn.TreeComm(hosts=hosts.split(",")), *task) for hosts in maps]
+    report = {"rank": comm.rank, "runs": runs}
     if comm.rank == 0:
         from mpi4py import MPI
 
-        report["alone"] = generate(weights, treeattn.TreeComm(MPI.COMM_SELF), json.loads(prompt), int(limit))[0]
+        report["alone"] = generate(weights, treeattn.TreeComm(MPI.COMM_SELF), *task)[0]
     os.write(1, (json.dumps(report) + "\n").encode())
 
 
