@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import treeattn
 from treeattn import errors
 from treeattn.catalog import Device, Link, Model
-from treeattn.emulation import DelayedTransport, Delays
+from treeattn.emulation import DelayedTransport, Delays, OwnTime
 from treeattn.forecast import Cluster, Demand, forecast
 from treeattn.inputs import Options
 from treeattn.testing import run_ranks
@@ -21,8 +22,8 @@ rng = np.random.default_rng(0)
 Q, K, V = (rng.standard_normal((1, 2, n, 4), dtype=np.float32) for n in (1, 64, 64))
 
 
-class Clock:
-    """A rank's own time, which passes when it sleeps and never else."""
+class Standing:
+    """A clock that stands still but when its rank sleeps."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,8 +39,8 @@ def elapsed(hosts: list[str], call: Any, delays: Delays = TEN, **options: Any) -
     """Give the virtual time that ``call(comm)`` takes on every rank, after all have started together."""
 
     def rank(transport: Any) -> float:
-        clock = Clock()
-        far = DelayedTransport(transport, hosts, delays, clock=clock, sleep=clock.sleep)
+        clock = Standing()
+        far = DelayedTransport(transport, hosts, delays, clock)
         with treeattn.TreeComm(far, **options) as comm:
             run = call(comm)
             clock.now = 1000.0
@@ -103,7 +104,11 @@ def test_the_forecast_of_the_wire_is_what_is_emulated(hosts):
     model = Model(layers=1, q_heads=2, kv_heads=2, head_dim=4, parameters=0)
     way = Link(alpha_us=10_000.0, gb_per_s=1e12, source="")
     cluster = Cluster(Device(1, 1e12, 1, "", ""), hosts, 1, way, way)
-    for name, run in (("tree", tree), ("ring", baseline("ring")), ("megatron_sp", baseline("megatron_sp"))):
+    for name, run in (
+        ("tree", tree),
+        ("ring", baseline("ring")),
+        *((name, baseline(name)) for name in ("ring_query", "megatron_sp", "dist_flash")),
+    ):
         assert max(elapsed(apart(hosts), run)) == pytest.approx(forecast(name, Demand(model, 64), cluster).wire)
 
 
@@ -122,6 +127,14 @@ def test_results_are_those_of_the_ranks_alone():
 
     for result in run_ranks(3, rank):
         assert_attention(result, Q, K, V)
+
+
+def test_own_time_is_what_a_thread_has_computed_and_slept():
+    clock = OwnTime()
+    before, computed = clock(), time.thread_time()
+    clock.sleep(1000.0)
+    time.sleep(0.001)  # real sleep is nobody's time here
+    assert clock() - before == pytest.approx(1000.0, abs=time.thread_time() - computed + 1e-6)
 
 
 def test_latency_is_read_and_refused_in_one_sentence():

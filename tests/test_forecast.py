@@ -100,6 +100,14 @@ def test_the_papers_ratios_come_out_within_half_again(row):
         assert 1 / 1.5 < factor < 1.5
 
 
+def test_the_papers_eightfold_at_128_gpus_is_that_of_a_ring_of_states():
+    """Of a ring of keys and values, whose volume the paper states, the forecast is thousands of times."""
+    block = Demand(replace(LLAMA.model, layers=1, q_heads=16, kv_heads=16, parameters=0.0), 5_120_000)
+    times = {name: forecast(name, block, cluster(128)).total for name in ("tree", "ring_query", "ring")}
+    assert 6 < times["ring_query"] / times["tree"] < 12
+    assert times["ring"] / times["tree"] > 1000
+
+
 def test_the_guides_claim_agrees_on_the_order_and_on_growth_but_not_on_size():
     demand = replace(LLAMA, tokens=512_000)
     ours = {name: [forecast(name, demand, cluster(ranks)).total for ranks in (8, 128)] for name in GUIDE_MS}

@@ -1,17 +1,17 @@
 """The wires of a cluster on one machine: a transport that holds every message for as long as its way would take.
 
-Each message is accompanied by the time at which it was sent. Who receives it waits until that time plus the delay of
-the way between the two ranks' hosts has come. Messages under way do not hinder each other, and sending takes no time:
-it is latency that is emulated, not bandwidth.
+Each message begins with the time at which it was sent. Who receives it waits until that time plus the delay of the way
+between the two ranks' hosts has come. Messages under way do not hinder each other, and sending takes no time: it is
+latency that is emulated, not bandwidth. Data is copied on its way, which takes memory that real wires don't.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from treeattn.errors import InputError
 from treeattn.topology import check_hosts
 from treeattn.transport import Bytes, Transport
 
-__all__ = ["DelayedTransport", "Delays"]
+__all__ = ["Clock", "DelayedTransport", "Delays", "OwnTime", "WallTime"]
 
 _STAMP = struct.Struct("<d")
 
@@ -58,18 +58,68 @@ class Delays:
         return found
 
 
+class Clock(Protocol):
+    """Something that tells the time, in seconds, and can let it pass."""
+
+    def __call__(self) -> float:
+        """Give the time."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+
+
+class WallTime:
+    """The machine's time: messages are really held."""
+
+    def __call__(self) -> float:
+        """Give the machine's monotonic time, the same for all of its processes."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+
+class OwnTime:
+    """The time of one thread, as if it had a processor for itself: the time that it has computed, and has slept.
+
+    Sleeping takes no time but is counted. Ranks that are threads with such clocks, whose messages carry the sender's
+    time, end at the times at which they would end on a machine with a core for each, however few there are and
+    however busy they are. Make one in each thread. What helpers compute for the thread is not seen.
+    """
+
+    def __init__(self) -> None:
+        self._slept = 0.0
+
+    def __call__(self) -> float:
+        """Give the thread's own time."""
+        return time.thread_time() + self._slept
+
+    def sleep(self, seconds: float) -> None:
+        """Count time as slept."""
+        self._slept += seconds
+
+
 @dataclass(slots=True)
 class _Message:
-    """One end of a message: its data, the stamp that goes with it, and, where it is received, its delay."""
+    """One end of a message: its request, its stamp and data in one buffer, and, where it is received, its delay."""
 
-    data: Any
-    stamp: Any
-    sent_at: Bytes
+    request: Any
+    framed: Bytes
+    data: Bytes
     delay: float | None
+
+    def arrive(self) -> float:
+        """Hand the data over; give the time from which it may be seen. What is only sent may always be."""
+        if self.delay is None:
+            return -np.inf
+        self.data[...] = self.framed[_STAMP.size :]
+        sent_at: float = _STAMP.unpack(self.framed[: _STAMP.size].tobytes())[0]
+        return sent_at + self.delay
 
 
 class DelayedTransport(Transport):
-    """Ranks on hosts that are imagined, with messages as slow as between such hosts; collective to make.
+    """Ranks on hosts that are imagined, with messages as slow as between such hosts.
 
     Parameters
     ----------
@@ -78,8 +128,8 @@ class DelayedTransport(Transport):
     hosts : sequence of str
         One label per rank.
     delays : Delays
-    clock, sleep : callable
-        Give the time, and let it pass; tests have their own.
+    clock : Clock, optional
+        `WallTime` by default.
 
     Examples
     --------
@@ -98,14 +148,12 @@ class DelayedTransport(Transport):
         transport: Transport,
         hosts: Sequence[str],
         delays: Delays,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Any] = time.sleep,
+        clock: Clock | None = None,
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
         self._hosts, self._delays = check_hosts(hosts, self.size), delays
-        self._clock, self._sleep = clock, sleep
-        self._carrier, self._stamps = transport, transport.dup()
+        self._clock = WallTime() if clock is None else clock
+        self._carrier = transport
 
     @property
     def timeout(self) -> float:
@@ -122,27 +170,24 @@ class DelayedTransport(Transport):
         return self._delays.inside if self._hosts[rank] == self._hosts[self.rank] else self._delays.between
 
     def isend(self, data: Bytes, dest: int, tag: int) -> _Message:
-        """Start to send, with the time."""
-        stamp = np.frombuffer(_STAMP.pack(self._clock()), np.uint8)
-        return _Message(self._carrier.isend(data, dest, tag), self._stamps.isend(stamp, dest, tag), stamp, None)
+        """Start to send, behind the time."""
+        framed = _framed(data, self._clock())
+        return _Message(self._carrier.isend(framed, dest, tag), framed, data, None)
 
     def irecv(self, data: Bytes, source: int, tag: int) -> _Message:
-        """Start to receive, with the time."""
-        stamp = np.empty(_STAMP.size, np.uint8)
-        requests = self._carrier.irecv(data, source, tag), self._stamps.irecv(stamp, source, tag)
-        return _Message(*requests, stamp, self._delay(source))
+        """Start to receive; what is shorter than ``data`` leaves the rest of it as it is."""
+        framed = _framed(data, 0.0)
+        return _Message(self._carrier.irecv(framed, source, tag), framed, data, self._delay(source))
 
     def wait(self, requests: list[_Message], peers: Sequence[int]) -> None:
         """Wait until all are complete and due."""
-        parts = [request for message in requests for request in (message.data, message.stamp)]
-        self._carrier.wait(parts, [peer for peer in peers for _ in range(2)])
-        received = [(m.sent_at.tobytes(), m.delay) for m in requests if m.delay is not None]
-        self._wait_until([_STAMP.unpack(sent_at)[0] + delay for sent_at, delay in received])
+        self._carrier.wait([message.request for message in requests], peers)
+        self._wait_until([message.arrive() for message in requests])
 
     def _wait_until(self, due: list[float]) -> None:
         left = max(due, default=0.0) - self._clock()
         if left > 0:
-            self._sleep(left)
+            self._clock.sleep(left)
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Give every rank's data, each due like a message from that rank."""
@@ -153,7 +198,7 @@ class DelayedTransport(Transport):
     def dup(self) -> DelayedTransport:
         """Make another of the same ranks, hosts and delays."""
         carrier = self._carrier.dup()
-        return DelayedTransport(carrier, self._hosts, self._delays, clock=self._clock, sleep=self._sleep)
+        return DelayedTransport(carrier, self._hosts, self._delays, self._clock)
 
     def shared_memory_group(self) -> int:
         """Lowest rank with the same host label."""
@@ -164,11 +209,13 @@ class DelayedTransport(Transport):
         return self._hosts[self.rank]
 
     def free(self) -> None:
-        """Free both carriers; the first is ours where `dup` made it, as every communicator's is."""
-        self._stamps.free()
+        """Free the carrier, which is ours where `dup` made it, as every communicator's is."""
         self._carrier.free()
 
     def abandon(self) -> None:
-        """Abandon both carriers."""
-        self._stamps.abandon()
+        """Abandon the carrier."""
         self._carrier.abandon()
+
+
+def _framed(data: Bytes, now: float) -> Bytes:
+    return np.concatenate([np.frombuffer(_STAMP.pack(now), np.uint8), data])

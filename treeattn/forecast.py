@@ -206,11 +206,26 @@ def _ring(demand: Demand, cluster: Cluster) -> Terms:
     return _passing(demand, cluster, cluster.ranks - 1)
 
 
+def _ring_query(demand: Demand, cluster: Cluster) -> Terms:
+    """P - 1 hops of a state, as many of them between hosts as there are hosts."""
+    hops, hosts = cluster.ranks - 1, -(-cluster.ranks // cluster.per_host)
+    between = min(hops, hosts) if hosts > 1 else 0
+    wire = between * _send_ms(cluster.between, demand.state_bytes)
+    wire += (hops - between) * _send_ms(cluster.inside, demand.state_bytes)
+    return Terms(0, cluster.read_ms(_shard(demand, cluster)), wire, _launches(cluster, 1 + hops))
+
+
 def _dist_flash(demand: Demand, cluster: Cluster) -> Terms:
-    """P // 2 steps for the rank with the query; then states come back, and the result goes to all."""
-    folded = _passing(demand, cluster, cluster.ranks // 2)
-    states = 2 * _send_ms(cluster.slowest, demand.state_bytes) * (cluster.ranks > 1)
-    return Terms(0, folded.kernel, folded.wire + states, folded.launch + _launches(cluster, 2))
+    """P // 2 shards come to the rank with the query, the states of the others meanwhile; the result goes to all.
+
+    The other ranks have nothing to wait for, so that shards follow each other, and only the first one's latency counts.
+    """
+    steps, link, shard = cluster.ranks // 2, cluster.slowest, _shard(demand, cluster)
+    kernel = cluster.read_ms(shard)
+    follow = _send_ms(link, shard) - link.alpha_us / 1e3
+    fetched = link.alpha_us / 1e3 + steps * max(0.0, follow - kernel)
+    wire = (fetched + _send_ms(link, demand.state_bytes)) * (cluster.ranks > 1)
+    return Terms(0, (steps + 1) * kernel, wire, _launches(cluster, 3 + 2 * steps))
 
 
 def _ulysses(demand: Demand, cluster: Cluster) -> Terms:
@@ -235,6 +250,7 @@ def _megatron_sp(demand: Demand, cluster: Cluster) -> Terms:
 ALGORITHMS: dict[str, Callable[[Demand, Cluster], Terms]] = {
     "tree": _tree,
     "ring": _ring,
+    "ring_query": _ring_query,
     "dist_flash": _dist_flash,
     "ulysses": _ulysses,
     "megatron_sp": _megatron_sp,

@@ -29,7 +29,7 @@ ms: median of a step, until its slowest rank is done; spread: from the 10th to t
 sent, buffers: bytes of the busiest rank, the latter at their peak; paper's: what its formula says that a rank sends"""
 
 
-def environment(contest: Contest, mpi: bool) -> dict[str, Any]:
+def environment(contest: Contest) -> dict[str, Any]:
     """Say what the rows were measured on."""
     import numpy as np
 
@@ -43,10 +43,11 @@ def environment(contest: Contest, mpi: bool) -> dict[str, Any]:
         "numpy": np.__version__,
         "machine": f"{platform.node()}, {platform.machine()}, {_processor()}",
         "cores": len(os.sched_getaffinity(0)),
-        "ranks are": find_runtime().banner if mpi else "threads of one process",
+        "ranks are": "threads of one process" if contest.threads else find_runtime().banner,
         "backend": find(contest.backend).name,
         "plan": contest.plan,
         "ranks per host": contest.ranks_per_host or "as they are",
+        "time is": "each rank's own, computing and waiting" if contest.threads and delays else "the machine's",
         "emulated latency (ms)": "none" if delays is None else f"{1e3 * delays.inside:g}:{1e3 * delays.between:g}",
     }
 
@@ -103,7 +104,7 @@ def _print_table(to: Console, rows: Sequence[Row]) -> None:
         rows, lambda row: (row.ranks, row.hosts, row.tokens, row.batch)
     ):
         title = f"{ranks} ranks on {hosts} hosts, {counts(tokens)} tokens, batch {batch}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+        table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
         table.add_column("algorithm", no_wrap=True)
         for column in ("ms", "spread", "to tree", "rounds", "sent", "paper's", "buffers", "error"):
             table.add_column(column, justify="right", no_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from treeattn.plan import Stats
 if TYPE_CHECKING:
     from treeattn.cli.workload import Workload
     from treeattn.comm import TreeComm
+    from treeattn.emulation import Clock
 
 __all__ = ["ALGORITHMS", "Row", "Timing", "compare"]
 
@@ -90,10 +90,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Timing:
-    """How often a step is run: untimed, then timed."""
+    """How often a step is run, and how ranks start it together.
+
+    Parameters
+    ----------
+    warmup, repeats : int
+        Untimed steps, and timed ones.
+    clock : Clock
+    head_start : float
+        Seconds per rank that ranks of one machine, which have one clock, get between saying that they are ready and
+        starting, all at the same time: where they are crowded, they leave a barrier one after another. 0 is for
+        ranks of several machines: each starts as soon as it has heard that all are ready.
+    """
 
     warmup: int
     repeats: int
+    clock: Clock
+    head_start: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,7 @@ def _measured(comm: TreeComm, contender: Contender, right: tuple[Array, float], 
     for _ in range(timing.warmup - 1):
         contender.step()
     own = {
-        "seconds": [_timed(comm, contender.step) for _ in range(timing.repeats)],
+        "seconds": [_timed(comm, contender.step, timing) for _ in range(timing.repeats)],
         "counted": asdict(counted),
         "stated": counted == contender.stated(),
         "peak": peak,
@@ -160,11 +173,15 @@ def _measured(comm: TreeComm, contender: Contender, right: tuple[Array, float], 
     return {**_times(ranks), **_counts(ranks), "limit": right[1], "plan": contender.plan}
 
 
-def _timed(comm: TreeComm, step: Callable[[], Any]) -> float:
-    comm.consult("start of a step", (), {})  # all ranks start together
-    start = time.perf_counter()
+def _timed(comm: TreeComm, step: Callable[[], Any], timing: Timing) -> float:
+    clock = timing.clock
+    ready = comm.consult("start of a step", (), {"at": clock()})
+    start = clock()
+    if timing.head_start:
+        start = max(start, max(each["at"] for each in ready) + timing.head_start * comm.size)
+        clock.sleep(max(0.0, start - clock()))
     step()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _times(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -202,7 +202,7 @@ def _print_times(to: Console, rows: list[dict[str, Any]], order: Order) -> None:
     from rich.table import Table
 
     title = f"time between tokens, ms, forecast ({LAUNCH_US:g} us per launch)"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
     table.add_column("ranks", justify="right", no_wrap=True)
     table.add_column("algorithm", no_wrap=True)
     costs = () if order.price is None else ("cost of 1M",)
@@ -236,7 +236,7 @@ def _print_guide(to: Console, guide: dict[str, Any]) -> None:
     title = (
         f"{counts(guide['tokens'])} tokens, ms: a guide's claim, on hardware that it does not name, and the forecast"
     )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
     table.add_column("ranks", no_wrap=True)
     for ranks in guide["ranks"]:
         table.add_column(str(ranks), justify="right", no_wrap=True)
