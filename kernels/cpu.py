@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from treeattn.arrays import cast, narrow_dtype
 from treeattn.inputs import Args, Spec
-from treeattn.kernels import products, softmax, streaming, visibility, widen
+from treeattn.kernels import products, softmax, streaming, vector_products, visibility, widen
 from treeattn.kernels.call import BLOCK, CALL, STORAGES, Call
 from treeattn.kernels.combine import merge_at
 from treeattn.kernels.threads import run_on_threads, thread_count
@@ -112,12 +113,14 @@ def address(array: Array | None) -> int:
 def _parts(spec: Spec) -> dict[str, int]:
     """Addresses of the compiled parts, of which only those that the call needs are compiled."""
     double = spec.state_dtype == "float64"
-    parts = {
-        "scores": products.scores_double if double else products.scores_single,
-        "weigh": softmax.weigh_double if double else softmax.weigh_single,
-        "values": products.values_double if double else products.values_single,
-    }
     k_staged, v_staged = (_staged(spec, *stored) for stored in _stored(spec))
+    parts = {
+        "scores": _product(spec, vector_products.SCORES_OF, *_stored(spec)[0])
+        or (products.scores_double if double else products.scores_single),
+        "weigh": softmax.weigh_double if double else softmax.weigh_single,
+        "values": _product(spec, vector_products.VALUES_OF, *_stored(spec)[1])
+        or (products.values_double if double else products.values_single),
+    }
     if spec.positional or spec.mask is not None:
         parts["see"] = visibility.see_double if double else visibility.see_single
     if k_staged or v_staged:
@@ -131,9 +134,20 @@ def _stored(spec: Spec) -> tuple[tuple[str, tuple[int, ...], int], ...]:
     return (kv.k_dtype, kv.k_strides, spec.head_dim), (kv.v_dtype, kv.v_strides, spec.v_head_dim)
 
 
+def _product(
+    spec: Spec, compiled: dict[str, Callable[[], int]], storage: str, strides: tuple[int, ...], width: int
+) -> Callable[[], int] | None:
+    """Give the product that widens ``storage`` in registers, if there is one for such rows."""
+    if spec.state_dtype == "float64" or not vector_products.vectorised(storage, width, strides[3]):
+        return None
+    return compiled[storage]
+
+
 def _staged(spec: Spec, storage: str, strides: tuple[int, ...], width: int) -> int:
-    """Bytes per key of the working copy, or 0 where rows are contiguous and in working precision already."""
+    """Bytes per key of the working copy; 0 where rows are read where they lie."""
     itemsize = np.dtype(spec.state_dtype).itemsize
+    if _product(spec, vector_products.SCORES_OF, storage, strides, width) is not None:
+        return 0
     return 0 if storage == spec.state_dtype and strides[3] == itemsize else width * itemsize
 
 

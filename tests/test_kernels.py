@@ -345,3 +345,17 @@ def test_no_place_for_the_cache_is_no_error(tmp_path):
     process = run_program(NUMBA_CACHE_DIR=nowhere, XDG_CACHE_HOME=nowhere, TMPDIR=nowhere)
     assert process.communicate(timeout=120)[0]
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("width", [32, 33])
+def test_every_stored_number_is_read_as_what_it_is(dtype, width):
+    """All bit patterns of 16 bits and less, as values of a single key each; whole vectors and not."""
+    size = np.dtype(dtype).itemsize
+    patterns = np.arange(1 << min(8 * size, 16), dtype=np.dtype(f"u{min(size, 2)}"))
+    values = patterns.view(dtype) if size <= 2 else np.random.default_rng(0).standard_normal(4096).astype(dtype)
+    values = np.resize(values, (1, -(-values.size // width), 1, width))
+    q = np.ones((1, values.shape[1], 1, 1), np.float32)
+    out = treeattn.partial_attention(q, q, values).o
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(out, values.astype(out.dtype))

@@ -24,8 +24,6 @@ def run_command(command: click.Command, arguments: Sequence[str]) -> NoReturn:
         status = command.main(arguments, "treeattn", standalone_mode=False, obj=tuple(arguments))
     except click.Abort:  # Ctrl-C
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader of our output has seen enough
-        raise SystemExit(141) from None
     except Exception as error:
         _fail(error, debug="--debug" in arguments)
     if status:

@@ -1,0 +1,48 @@
+"""What the README shows is what is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_script_is_the_example_to_the_letter():
+    assert blocks("python")[0] in (ROOT / "mpi_examples" / "decode.py").read_text()
+
+
+def test_the_other_python_code_runs_and_prints_what_its_comment_says():
+    code = blocks("python")[1]
+    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.strip() == code.rstrip().rpartition("# ")[2]
+
+
+def test_every_file_it_links_to_is_there():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("target", re.findall(r"`?make ([a-z-]+)", README))
+def test_every_make_target_it_names_is_there(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", re.findall(r"^\$ (?:mpirun -n 8 )?treeattn ([^#\n]+)", README, flags=re.MULTILINE))
+def test_every_option_that_it_shows_is_one(command):
+    word, *arguments = command.split()
+    job = subprocess.run(
+        [sys.executable, "-m", "treeattn", word, "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert [option for option in arguments if option.startswith("--") and option not in job.stdout] == []
