@@ -116,6 +116,35 @@ def test_zigzag_gives_every_kernel_the_same_work(algorithm):
     assert pieces == expected
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_cache_attends_for_each_ranks_own_rows(algorithm):
+    q, k, v = arrays()
+
+    def call(comm):
+        cache = treeattn.ShardedKVCache(
+            comm, batch=B, kv_heads=HKV, head_dim=D, v_head_dim=DV, capacity=T, block_size=5
+        )
+        cache.append(k[:, :, :20], v[:, :, :20])
+        mine = treeattn.zigzag(28, comm.size, comm.rank) + 20
+        cache.append(k[:, :, 20:], v[:, :, 20:])
+        return mine, cache.attend(q[:, :, mine], q_pos=mine, algorithm=algorithm, return_lse=True)
+
+    for mine, result in on_ranks(3, call):
+        assert_attention(result, q[:, :, mine], k, v, causal=True, q_pos=mine, kv_pos=np.arange(T))
+
+
+def test_a_wrong_append_is_reported_by_attend_on_every_rank():
+    q, k, v = arrays()
+
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, batch=B, kv_heads=HKV, head_dim=D, v_head_dim=DV, capacity=T)
+        cache.append(*((k[..., :3], v) if comm.rank == 1 else (k, v)))
+        return outcome(lambda: cache.attend(q[:, :, :2], q_pos=[0, 1]))
+
+    for seen in on_ranks(3, call):
+        assert seen.startswith("InputError: k: expected shape")
+
+
 def outcome(call: Any) -> str:
     try:
         return f"gave {type(call()).__name__}"
