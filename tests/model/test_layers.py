@@ -77,7 +77,7 @@ def test_quantised_tensors_are_read_as_the_package_reads_them(write_model: Any, 
 
 
 def test_weights_are_read_only_and_leave_no_file(write_model: Any, tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     weights = load(write_model(), Processes())
     assert weights.tensors["blk.0.qkv"].shape == (24 + 8 + 8, 24)
