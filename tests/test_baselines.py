@@ -14,6 +14,7 @@ import treeattn
 from treeattn import errors
 from treeattn.baselines import BASELINES, Ulysses, _ring, paper
 from treeattn.baselines._call import Call
+from treeattn.baselines._schedule import Schedule
 from treeattn.inputs import Options
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
@@ -228,7 +229,7 @@ def test_the_folded_schedule_gives_every_rank_the_same_work_under_a_causal_mask(
 @pytest.mark.parametrize("size", [2, 3, 6, 7])
 def test_the_folded_schedule_meets_every_pair_once(size):
     call = Call(0, size, None, None, [], replicated=True)  # type: ignore[arg-type]
-    schedule = treeattn.baselines._dist_flash.Schedule(call, ["a"] * size)
+    schedule = Schedule(call, ["a"] * size)
     schedule.__dict__["rows"] = [slice(10 * rank, 10 * rank + 10) for rank in range(size)]
     met: list[tuple[int, int]] = []
     for step in range(1, size // 2 + 1):
