@@ -64,7 +64,7 @@ class _World:
         self.lock = threading.Lock()
         self._changed = [threading.Condition(self.lock) for _ in range(size)]
         self._channels: dict[tuple[Any, ...], _Channel] = {}
-        self._ready: list[_Channel] = []
+        self._ready: list[_Channel] = []  # once for every pair of a send and a receive
         self.waiting: dict[int, list[_Request]] = {}
         self.left: set[int] = set()
         self.stopped: str | None = None
@@ -78,14 +78,16 @@ class _World:
             found = self._channels[key] = _Channel(source, dest)
         return found
 
-    def posted(self, channel: _Channel) -> None:
-        """Take note that a channel has got a send or a receive; without a seed, what can arrive does so at once."""
-        if channel.sends and channel.receives:
-            self._ready.append(channel)
-            if self._random is None:
-                self.progress()
-            else:
-                self._changed[channel.dest].notify()
+    def post(self, channel: _Channel, request: _Request, own: deque[_Request], other: deque[_Request]) -> None:
+        """Add a send or a receive to a channel; without a seed, what can arrive now does so at once."""
+        own.append(request)
+        if len(own) > len(other):  # nothing waits for this one yet
+            return
+        self._ready.append(channel)
+        if self._random is None:
+            self.progress()
+        else:
+            self._changed[channel.dest].notify()
 
     def progress(self) -> None:
         """Let every message that can arrive do so, in an order drawn by chance if there is a seed."""
@@ -133,8 +135,7 @@ class ThreadTransport(Transport):
         request = _Request(data if world.rendezvous else data.copy(), done=False)
         with world.lock:
             channel = world.channel(self._context, self.rank, dest, tag)
-            channel.sends.append(request)
-            world.posted(channel)
+            world.post(channel, request, channel.sends, channel.receives)
         return request if world.rendezvous else _Request(data, done=True)
 
     def irecv(self, data: Bytes, source: int, tag: int) -> _Request:
@@ -142,8 +143,7 @@ class ThreadTransport(Transport):
         request = _Request(data)
         with self._world.lock:
             channel = self._world.channel(self._context, source, self.rank, tag)
-            channel.receives.append(request)
-            self._world.posted(channel)
+            self._world.post(channel, request, channel.receives, channel.sends)
         return request
 
     def wait(self, requests: list[_Request], peers: Sequence[int]) -> None:
