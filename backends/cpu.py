@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treeattn.backends.base import Backend, Prepared
-from treeattn.backends.host import HostOps
+from treeattn.backends.host import HostOps, host_reasons
 from treeattn.inputs import Spec
 
 __all__ = ["CpuBackend"]
@@ -18,8 +18,8 @@ class CpuBackend(Backend):
         self.ops = HostOps(self.name)
 
     def reasons(self, spec: Spec | None = None) -> list[str]:
-        """Nothing that passed validation is refused."""
-        return []
+        """Refuse arrays that the CPU can't touch; nothing else that passed validation."""
+        return host_reasons(spec)
 
     def prepare(self, spec: Spec) -> Prepared:
         """Compile the streaming kernel for ``spec``, or load it."""

@@ -7,9 +7,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.inputs import Spec
 from treeattn.kernels import combine
 
-__all__ = ["HostOps"]
+__all__ = ["HostOps", "host_reasons"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -55,3 +56,10 @@ class HostOps:
     def from_host(self, data: npt.NDArray[np.uint8], packed: Array) -> None:
         """Copy the packed bytes from ``data``."""
         packed.reshape(-1).view(np.uint8)[:] = data.reshape(-1)
+
+
+def host_reasons(spec: Spec | None) -> list[str]:
+    """Say what keeps a backend that computes in host memory from ``spec``."""
+    if spec is None or spec.home == "numpy":
+        return []
+    return ["q, k and v are on a GPU: copy them to the host, or leave backend= out"]

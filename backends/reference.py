@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from treeattn.backends.base import Backend, Prepared
-from treeattn.backends.host import HostOps
+from treeattn.backends.host import HostOps, host_reasons
 from treeattn.inputs import Args, Spec
 from treeattn.kernels import reference
 
@@ -23,8 +23,8 @@ class ReferenceBackend(Backend):
         self.ops = HostOps(self.name)
 
     def reasons(self, spec: Spec | None = None) -> list[str]:
-        """Nothing that passed validation is refused."""
-        return []
+        """Refuse arrays that the CPU can't touch; nothing else that passed validation."""
+        return host_reasons(spec)
 
     def prepare(self, spec: Spec) -> Prepared:
         """Give the oracle for ``spec``."""

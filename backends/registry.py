@@ -14,11 +14,16 @@ from treeattn.errors import BackendError, InputError
 if TYPE_CHECKING:
     from treeattn.inputs import Spec
 
-__all__ = ["available", "find", "names"]
+__all__ = ["available", "find", "following", "names", "notes"]
 
 BUILT_IN = {
     "cpu": "treeattn.backends.cpu:CpuBackend",
     "reference": "treeattn.backends.reference:ReferenceBackend",
+    "nvidia": "treeattn.backends.nvidia:NvidiaBackend",
+    "amd": "treeattn.backends.amd:AmdBackend",
+    "pcie": "treeattn.backends.pcie:PcieBackend",
+    "auto": "treeattn.backends.auto:AutoBackend",
+    "fake": "treeattn.testing.fake_backend:FakeBackend",
 }
 GROUP = "treeattn.backends"
 DEFAULT = "cpu"
@@ -48,6 +53,16 @@ def find(backend: Any = None, spec: Spec | None = None) -> Backend:
     if reasons := found.reasons(spec):
         raise BackendError(f"backend {found.name!r} can't run this: {'; '.join(reasons)}")
     return found
+
+
+def following(spec: Spec) -> str:
+    """Name the backend that a call gets which names none: it follows q."""
+    return DEFAULT if spec.home == "numpy" else "auto"
+
+
+def notes() -> dict[str, str]:
+    """Give what a user should know of each built-in backend, even where it can run."""
+    return {name: load(name).note for name in BUILT_IN if load(name).note}
 
 
 def available() -> dict[str, list[str]]:

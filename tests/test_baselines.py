@@ -16,7 +16,7 @@ from treeattn.baselines import BASELINES, Ulysses, _ring, paper
 from treeattn.baselines._call import Call
 from treeattn.baselines._schedule import Schedule
 from treeattn.inputs import Options
-from treeattn.testing import run_ranks
+from treeattn.testing import FakeBackend, run_ranks
 from treeattn.testing.oracle import assert_attention
 from treeattn.wire import Wire
 
@@ -167,6 +167,18 @@ def test_late_sends_and_chance_arrivals_change_nothing(name):
         return ALL[name](q, *shard, comm=comm, return_lse=True)
 
     for result in on_ranks(4, call, rendezvous=True, seed=7):
+        assert_attention(result, q, k, v)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_states_on_a_device_travel_by_way_of_the_host(name):
+    q, k, v = arrays()
+
+    def call(comm):
+        shard = k[:, :, comm.rank :: 3], v[:, :, comm.rank :: 3]
+        return ALL[name](q, *shard, comm=comm, backend=FakeBackend(), return_lse=True)
+
+    for result in on_ranks(3, call):
         assert_attention(result, q, k, v)
 
 

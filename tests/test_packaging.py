@@ -63,7 +63,7 @@ def run(command, **more):
 def modules_of_the_checkout():
     """Name every module where it is to be installed; the links put `kernels` and `backends` in their places."""
     for folder, _, files in os.walk(ROOT / "treeattn", followlinks=True):
-        yield from (str(Path(folder, name).relative_to(ROOT)) for name in files if name.endswith(".py"))
+        yield from (str(Path(folder, name).relative_to(ROOT)) for name in files if name.endswith((".py", ".cu")))
 
 
 def contents(wheel):

@@ -10,9 +10,20 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.devices import on_device, take, view_as
 from treeattn.errors import InputError, MissingDependencyError
 
-__all__ = ["FLOAT_DTYPES", "KV_DTYPES", "as_array", "cast", "dtype_name", "narrow_dtype", "reinterpret", "to_numpy"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "KV_DTYPES",
+    "as_array",
+    "cast",
+    "dtype_name",
+    "narrow_dtype",
+    "reinterpret",
+    "to_array",
+    "to_numpy",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -48,11 +59,12 @@ def narrow_dtype(name: str) -> np.dtype[Any]:
 
 
 def as_array(name: str, value: Any, dtypes: Iterable[str], *, also: str = "") -> Array:
-    """Take ``value`` as a NumPy array of one of ``dtypes``, without a copy where it already is one.
+    """Take ``value`` as an array of one of ``dtypes``, without a copy where it already is one.
 
-    Foreign CPU arrays come in through the buffer protocol, ``__array__`` or DLPack.
+    Foreign CPU arrays come in through the buffer protocol, ``__array__`` or DLPack and are NumPy's from then on; those
+    of a GPU stay where they are.
     """
-    array = to_numpy(name, value)
+    array: Array = to_array(name, value)
     if dtype_name(array) in dtypes:
         return array
     known = ", ".join((also, *dtypes) if also else dtypes)
@@ -73,11 +85,12 @@ def cast(array: Array, dtype: npt.DTypeLike) -> Array:
 def reinterpret(name: str, value: Any, kv_dtype: Any) -> Array:
     """Read raw uint8 or uint16 storage as ``kv_dtype``; anything else must already be of that dtype."""
     wanted = _kv_dtype(kv_dtype)
-    array = to_numpy(name, value)
+    array: Array = to_array(name, value)
     if array.dtype == wanted:
         return array
     if array.dtype.kind == "u" and array.dtype.itemsize == wanted.itemsize:
-        return array.view(wanted)
+        viewed: Array = view_as(array, wanted)
+        return viewed
     expected = f"{wanted.name} or uint{8 * wanted.itemsize}, as kv_dtype says"
     raise InputError.of(name, expected=expected, got=array.dtype)
 
@@ -87,6 +100,11 @@ def _kv_dtype(kv_dtype: Any) -> np.dtype[Any]:
     if name not in KV_DTYPES:
         raise InputError.of("kv_dtype", expected=", ".join(KV_DTYPES), got=repr(kv_dtype))
     return narrow_dtype(name)
+
+
+def to_array(name: str, value: Any) -> Any:
+    """Take ``value`` as a NumPy array, or as the view that CuPy has of it where it is on a GPU; no copy either way."""
+    return take(name, value) if on_device(value) else to_numpy(name, value)
 
 
 def to_numpy(name: str, value: Any) -> Array:

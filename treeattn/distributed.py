@@ -13,6 +13,7 @@ import numpy as np
 
 from treeattn.agreement import Attempt, Signature
 from treeattn.comm import TreeComm, as_tree_comm
+from treeattn.devices import give, on_device
 from treeattn.errors import InputError
 from treeattn.inputs import Options, Spec
 from treeattn.local import compute_state, deliver
@@ -206,7 +207,7 @@ def fingerprints(q: Any, sink: Any) -> tuple[tuple[str, int], ...]:
     if sink is not None:
         found.append(("sink", _array_digest(sink)))
     if os.environ.get("TREEATTN_CHECK") == "1":
-        found.append(("q", _array_digest(np.asarray(q))))
+        found.append(("q", _array_digest(give(q, "numpy") if on_device(q) else np.asarray(q))))
     return tuple(found)
 
 

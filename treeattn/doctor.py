@@ -74,7 +74,8 @@ def examine() -> list[Check]:
 
 def examine_together(comm: TreeComm) -> list[Check]:
     """Look at all ranks at once; collective, and every rank gets the same answers."""
-    return [_hosts(comm), _same_software(comm), _same_bits(comm)]
+    together = [_hosts(comm), _same_software(comm), _same_bits(comm)]
+    return [*together, _gpu_mpi(comm)] if comm.size > 1 else together
 
 
 def _answer(name: str, question: Callable[[str], Check]) -> Check:
@@ -174,10 +175,13 @@ def _shared_memory(name: str) -> Check:
 
 
 def _backends(name: str) -> Check:
-    from treeattn.backends.registry import DEFAULT, available
+    from treeattn.backends.registry import DEFAULT, available, notes
 
-    found = available()
-    parts = [each if not reasons else f"{each} (no: {'; '.join(reasons)})" for each, reasons in found.items()]
+    found, noted = available(), notes()
+    parts = []
+    for each, reasons in found.items():
+        remarks = [*(f"no: {reason}" for reason in reasons), *noted.get(each, "").splitlines()]
+        parts.append(f"{each} ({'; '.join(remarks)})" if remarks else each)
     return Check(name, ", ".join(parts), "failed" if found[DEFAULT] else "ok")
 
 
@@ -209,7 +213,8 @@ def _hosts(comm: TreeComm) -> Check:
 
 
 def _same_software(comm: TreeComm) -> Check:
-    sources = sorted(Path(treeattn.__file__).parent.glob("**/*.py"))
+    folder = Path(treeattn.__file__).parent
+    sources = sorted((*folder.glob("**/*.py"), *folder.glob("**/*.cu")))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     mine = {"treeattn": digest, "Python": platform.python_version(), "numpy": np.__version__, "numba": version("numba")}
     return _same("software", comm, " ".join(f"{name} {number}" for name, number in mine.items()))
@@ -221,6 +226,15 @@ def _same_bits(comm: TreeComm) -> Check:
     k, v = (shard.standard_normal((1, 2, 16, 32), np.float32) for _ in "kv")
     out = treeattn.decode(q.astype(np.float32), k, v, comm=comm)
     return _same("bits of a result", comm, hashlib.sha256(out.tobytes()).hexdigest()[:12])
+
+
+def _gpu_mpi(comm: TreeComm) -> Check:
+    from treeattn.gpu_mpi import Verdict, agreed, ask
+
+    name = "GPU-aware MPI"
+    verdict = agreed(Verdict(**each) for each in comm.consult(name, (), ask()._asdict()))
+    finding = f"{'yes' if verdict.aware else 'no'}: {verdict.reason}; states of GPUs travel through pinned host memory"
+    return Check(name, finding)
 
 
 def _same(name: str, comm: TreeComm, mine: str) -> Check:

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import FLOAT_DTYPES, KV_DTYPES, as_array, cast, dtype_name, reinterpret, to_numpy
+from treeattn.arrays import FLOAT_DTYPES, KV_DTYPES, as_array, cast, dtype_name, reinterpret, to_array
+from treeattn.devices import Home, broadcast, home_of, on_device
 from treeattn.errors import InputError
 from treeattn.positions import Positions, lengths, window_pair
 
@@ -81,6 +82,7 @@ class Spec:
     mask: Literal["bool", "float"] | None = None
     ragged: bool = False
     layout: Layout = "bhtd"
+    home: Home = "numpy"
 
     @property
     def group(self) -> int:
@@ -152,7 +154,7 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
     InputError
         The first thing that is wrong, beginning with the argument's name.
     """
-    layout = check_layout(options.layout)
+    layout, home = check_layout(options.layout), home_of(q)
     q = to_bhtd(_four_axes("q", as_array("q", q, FLOAT_DTYPES), layout), layout)
     k = to_bhtd(_four_axes("k", _stored("k", k, options.kv_dtype), layout), layout)
     v = to_bhtd(_four_axes("v", _stored("v", v, options.kv_dtype), layout), layout)
@@ -181,8 +183,10 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
         mask=None if mask is None else "bool" if mask.dtype == bool else "float",
         ragged=kv_len is not None,
         layout=layout,
+        home=home,
     )
     args = Args(q, k, v, q_pos, kv_pos, kv_len, mask, k_scale, v_scale, k_block, v_block)
+    _check_places(args)
     return spec, args
 
 
@@ -230,6 +234,18 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
         raise InputError.of("v", expected="a width of at least 1", got=0)
 
 
+def _check_places(args: Args) -> None:
+    """K and V must be where q is; the small arrays may stay on the host, but not on a GPU without q."""
+    there = on_device(args.q)
+    for name in ("k", "v"):
+        if on_device(getattr(args, name)) != there:
+            expected = "an array on a GPU, as q is" if there else "an array in host memory, as q is"
+            raise InputError.of(name, expected=expected, got=type(getattr(args, name)).__name__)
+    for name in ("kv_len", "mask", "k_scale", "v_scale"):
+        if on_device(getattr(args, name)) and not there:
+            raise InputError.of(name, expected="an array in host memory, as q is", got="one on a GPU")
+
+
 def _check_axis(name: str, axis: str, got: int, expected: int, whose: str) -> None:
     if got != expected:
         raise InputError.of(name, expected=f"{whose} {axis} of {expected}", got=got)
@@ -275,15 +291,16 @@ def _positions(options: Options, used: bool, q: Array, k: Array, kv_len: Array |
 def _mask(mask: Any, shape: tuple[int, ...], state_dtype: str) -> Array | None:
     if mask is None:
         return None
-    array = to_numpy("mask", mask)
+    array: Array = to_array("mask", mask)
     if array.dtype != bool:
         # Below float32's range means -inf, as it should.
         array = cast(as_array("mask", array, FLOAT_DTYPES, also="bool"), state_dtype)
     try:
-        return np.broadcast_to(array, shape)
+        array = broadcast(array, shape)
     except ValueError:
         expected = f"a shape that broadcasts to (batch, q heads, q tokens, kv tokens) = {shape}"
         raise InputError.of("mask", expected=expected, got=array.shape) from None
+    return array
 
 
 def _block_scale(name: str, scale: Any, shape: tuple[int, ...], state_dtype: str) -> tuple[Array | None, int]:
@@ -294,10 +311,11 @@ def _block_scale(name: str, scale: Any, shape: tuple[int, ...], state_dtype: str
     batch, heads, tokens, _ = shape
     blocks = array.shape[-2] if array.ndim >= 2 else 1
     try:
-        full = np.broadcast_to(array, (batch, heads, blocks, 1))[..., 0]
+        spread: Any = broadcast(array, (batch, heads, blocks, 1))
     except ValueError:
         expected = f"a shape that broadcasts to (batch, kv heads, token blocks, 1) = ({batch}, {heads}, blocks, 1)"
         raise InputError.of(name, expected=expected, got=array.shape) from None
+    full = spread[..., 0] if isinstance(spread, np.ndarray) else spread.first_of_last
     return full, _block_tokens(name, tokens, blocks)
 
 

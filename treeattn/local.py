@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype
 from treeattn.backends.base import Backend, Prepared
-from treeattn.backends.registry import find
+from treeattn.backends.registry import find, following
+from treeattn.devices import give
 from treeattn.errors import InputError
 from treeattn.inputs import Args, Options, Spec, resolve, to_bhtd
 from treeattn.state import PartialState, buffer_for, sink_logits
@@ -309,17 +310,21 @@ def deliver(
 ) -> Any:
     """Finish the state of all keys and hand over what the caller asked for, in his dtype and layout."""
     result, lse = state.finish(sink=sink, return_lse=True)
+    if spec.home == "numpy":  # states that a GPU has computed from arrays of the host
+        result, lse = give(result, "numpy"), give(lse, "numpy")
     result = to_bhtd(result, spec.layout)
     if out is None:
-        out = np.ascontiguousarray(cast(result, narrow_dtype(spec.q_dtype)))
+        out = cast(result, narrow_dtype(spec.q_dtype))
+        out = np.ascontiguousarray(out) if isinstance(out, np.ndarray) else out
     else:
         out[...] = cast(result, out.dtype)
-    return (out, lse) if return_lse else out
+    out = give(out, spec.home)
+    return (out, give(lse, spec.home)) if return_lse else out
 
 
 def run_backend(spec: Spec, args: Args, backend: Any, out: PartialState | None = None) -> PartialState:
     """Compute the state of a validated call's keys."""
-    found = find(backend)
+    found = find(following(spec) if backend is None else backend)
     packed = buffer_for(out, spec.packed_shape, spec.state_dtype, found.ops)
     _prepared(found, spec)(args, packed)
     return PartialState(packed, found.ops) if out is None else out

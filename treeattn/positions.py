@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import to_numpy
+from treeattn.devices import on_device, take
 from treeattn.errors import InputError
 
 __all__ = ["POSITION_LIMIT", "Positions", "lengths", "window_pair"]
@@ -46,11 +47,21 @@ def lengths(kv_len: Any, batch: int, tokens: int) -> Array | None:
     """Give ``kv_len`` as (B,) int64; one number stands for every row."""
     if kv_len is None:
         return None
+    if on_device(kv_len):
+        return _device_lengths(take("kv_len", kv_len), batch)
     array = _integers("kv_len", kv_len, what="integers, the keys of each row")
     if array.shape not in ((), (batch,)):
         raise InputError.of("kv_len", expected=f"shape ({batch},), one length per row", got=f"shape {array.shape}")
     _check_range("kv_len", array, 0, tokens, what=f"lengths from 0 to {tokens}, this call's keys")
     return np.ascontiguousarray(np.broadcast_to(array, (batch,)), dtype=np.int64)
+
+
+def _device_lengths(array: Array, batch: int) -> Array:
+    """Lengths on a GPU are never read here, so that a captured graph may outlive them: kernels clamp them."""
+    if array.shape != (batch,) or array.dtype != np.int64:
+        got = f"{array.dtype} of shape {array.shape}"
+        raise InputError.of("kv_len", expected=f"int64 of shape ({batch},), where it is on a GPU", got=got)
+    return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,8 @@ class Positions:
     def resolve(self, kv_len: Array | None) -> tuple[Array, Array]:
         """Give (B, Tq) and (B, Tk) int64 positions."""
         kv_pos = self._of_keys()
+        if self.q_pos is None and on_device(kv_len):
+            raise InputError.of("q_pos", expected="positions, where kv_len is on a GPU", got="None")
         if self.q_pos is None:
             return self._of_last_keys(kv_pos, kv_len), kv_pos
         return self._array("q_pos", self.q_pos, self.q_tokens), kv_pos

@@ -276,6 +276,8 @@ def buffer_for(out: PartialState | None, packed_shape: tuple[int, ...], dtype: s
 
 
 def _read_only(array: Array) -> Array:
+    if not isinstance(array, np.ndarray):
+        return array  # on a GPU, where no array can be read-only
     view: Array = array.view()
     view.flags.writeable = False
     return view

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from treeattn.backends.registry import find
+import numpy as np
+
+from treeattn.backends.base import Backend
+from treeattn.backends.registry import find, following
 from treeattn.baselines._call import Call, Holding
 from treeattn.baselines._parcel import Manifest
 from treeattn.comm import TreeComm, as_tree_comm
@@ -230,27 +233,35 @@ class Baseline(ABC):
         fields, values = ((), {}) if found is None else (found[0], found[3].to_json())
         told = comm.consult(self.name, fields, values, error)
         assert found is not None, "whose error was raised"
-        _, spec, args, _, sink = found
+        _, spec, args, _, sink, backend = found
         holdings = [Holding.from_json(each) for each in told]
         call = Call(comm.rank, comm.size, spec, args, holdings, backend, root, replicated)
         return Prepared(self, comm, call, sink, return_lse)
 
     def _own(
         self, q: Any, k: Any, v: Any, options: Options, comm: TreeComm, root: Any, sink: Any, backend: Any, same: bool
-    ) -> tuple[Fields, Spec, Args, Holding, Any]:
+    ) -> tuple[Fields, Spec, Args, Holding, Any, Backend]:
         """Validate this rank's arguments; give what must be the same everywhere, and what others must know."""
         check_root(root, comm.size)
         if comm.size > 1:
             check_positions(options)
         spec, args = resolve(q, k, v, options)
-        find(backend, spec)
+        _check_on_host(args)
+        backend = find(following(spec) if backend is None else backend, spec)
         if reason := self.refusal(spec, comm.size):
             raise reason
         sink = sink_logits(sink, spec.q_heads, spec.state_dtype)
         fields = agreed_fields(spec) if same else _fields_of_spread(spec)
         shared = fingerprints(q, sink) if same else fingerprints(None, sink)[:1]
         state = (("root", root), ("dtype of the state", spec.state_dtype))
-        return (*fields, *state, *shared, *self.fields), spec, args, Holding.of(spec, args), sink
+        return (*fields, *state, *shared, *self.fields), spec, args, Holding.of(spec, args), sink, backend
+
+
+def _check_on_host(args: Args) -> None:
+    for name, array in (("q", args.q), ("k", args.k), ("v", args.v)):
+        if not isinstance(array, np.ndarray):
+            hint = "baselines send keys and values as they lie; their kernels may run on a GPU all the same"
+            raise InputError.of(name, expected="an array in host memory", got="one on a device", hint=hint)
 
 
 def _fields_of_spread(spec: Spec) -> Fields:

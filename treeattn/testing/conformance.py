@@ -13,7 +13,7 @@ import pytest
 import treeattn
 from treeattn import PartialState
 from treeattn.backends.base import Backend
-from treeattn.testing.oracle import assert_attention, assert_close, dense, tolerance
+from treeattn.testing.oracle import assert_attention, assert_close, dense, on_host, tolerance
 
 __all__ = ["BackendConformance"]
 
@@ -152,7 +152,7 @@ class BackendConformance:
 
     def test_the_identity_is_neutral_exactly(self) -> None:
         """Law 1: not a bit changes."""
-        for dtype in ("float32", "float64"):
+        for dtype in {"float32", "float64"} & set(self.dtypes):
             (state,) = self.states(dtype=dtype)
             identity = PartialState.identity(state.shape, dtype=dtype, backend=self.backend)
             for merged in (identity.merge(state), state.merge(identity), treeattn.merge([identity, state, identity])):
@@ -166,7 +166,7 @@ class BackendConformance:
         empty = self.on_device(garbage)
         assert self.bits(empty.merge(state)) == self.bits(state)
         assert self.bits(state.merge(empty)) == self.bits(state)
-        assert not np.asarray(empty.merge(empty).finish()).any()
+        assert not on_host(empty.merge(empty).finish()).any()
 
     def test_equal_inputs_in_equal_order_give_equal_bits(self) -> None:
         """Law 3, and no difference whether the result overwrites one of the sources."""

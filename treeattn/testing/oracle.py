@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import narrow_dtype
+from treeattn.devices import give, on_device
 from treeattn.inputs import Args, Options, Spec, resolve, to_bhtd
 from treeattn.kernels import plain, reference
 
-__all__ = ["Answer", "assert_attention", "assert_close", "dense", "tolerance"]
+__all__ = ["Answer", "assert_attention", "assert_close", "dense", "on_host", "tolerance"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -75,7 +76,7 @@ def tolerance(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> An
 
 def assert_close(got: Any, right: Any, limit: float, what: str = "out") -> None:
     """Assert equal shapes, NaNs and infinities, and that no number is further than ``limit`` from the right one."""
-    got, right = np.asarray(got).astype(np.float64), np.asarray(right)
+    got, right = on_host(got).astype(np.float64), np.asarray(right)
     assert got.shape == right.shape, f"{what}: shape {got.shape} instead of {right.shape}"
     for kind in (np.isnan, np.isposinf, np.isneginf):
         wrong = np.argwhere(kind(got) != kind(right))
@@ -86,6 +87,12 @@ def assert_close(got: Any, right: Any, limit: float, what: str = "out") -> None:
         raise AssertionError(
             f"{what}{[int(i) for i in at]}: {got[at]} instead of {right[at]}, off by {error[at]:.3g} > {limit:.3g}"
         )
+
+
+def on_host(array: Any) -> Array:
+    """Give what a backend computed as a NumPy array, copied from its card where it is on one."""
+    found: Array = np.asarray(give(array, "numpy") if on_device(array) else array)
+    return found
 
 
 def assert_attention(got: Any, q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> None:

@@ -1,0 +1,145 @@
+"""CuPy under the GPU backends: CUDA and ROCm alike. Not yet run on a card."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from treeattn.kernels.gpu.source import THREADS
+from treeattn.kernels.gpu.targets import target_of
+from treeattn.launch import launched
+
+__all__ = ["CupyRuntime", "why_not"]
+
+POLLS = 2000
+"""Looks at an event before a wait begins to nap between them: a state's copy takes microseconds."""
+
+NAP = 20e-6
+"""Seconds of such a nap."""
+
+
+def why_not(dialect: str) -> list[str]:
+    """Say why CuPy can't drive a card of ``dialect`` ("cuda" or "hip") here; an empty list means it can."""
+    install = "pip install 'treeattn[rocm]'" if dialect == "hip" else "pip install 'treeattn[cuda12]' (or [cuda13])"
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as error:
+        first = str(error).strip().partition("\n")[0]
+        return [f"CuPy can't be imported ({first}): {install}"]
+    built_for = "hip" if cupy.cuda.runtime.is_hip else "cuda"
+    if built_for != dialect:
+        return [f"the CuPy that is installed is for {'ROCm' if built_for == 'hip' else 'CUDA'}: {install}"]
+    return _without_card(cupy, dialect)
+
+
+def _without_card(cupy: Any, dialect: str) -> list[str]:
+    tool = "rocm-smi" if dialect == "hip" else "nvidia-smi"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return [f"the driver finds no card ({error}): install the driver, and see that {tool} lists the card"]
+    return [] if count else [f"there is no card: see that {tool} lists one, and what CUDA_VISIBLE_DEVICES hides"]
+
+
+class CupyRuntime:
+    """`treeattn.backends.runtime.Runtime` on the current card, and on CuPy's current stream."""
+
+    def __init__(self) -> None:
+        self._cupy = importlib.import_module("cupy")
+        self._pinned = importlib.import_module("cupyx").empty_pinned
+        _choose_card(self._cupy)
+        device = self._cupy.cuda.Device()
+        properties = self._cupy.cuda.runtime.getDeviceProperties(device.id)
+        hip = self._cupy.cuda.runtime.is_hip
+        self.target = target_of(_text(properties["gcnArchName"]) if hip else f"sm_{device.compute_capability}")
+        self.multiprocessors = int(properties["multiProcessorCount"])
+        self._staging: dict[int, npt.NDArray[np.uint8]] = {}
+
+    @property
+    def stream(self) -> int:
+        """Address of the current stream."""
+        return int(self._cupy.cuda.get_current_stream().ptr)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Allocate from CuPy's pool, whose memory MPI and CUDA IPC may take, unlike cudaMallocAsync's."""
+        return self._cupy.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Allocate zeros."""
+        return self._cupy.zeros(shape, dtype)
+
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        """Copy to the card."""
+        return self._cupy.asarray(np.ascontiguousarray(array))
+
+    def copy_in(self, data: npt.NDArray[np.uint8], packed: Any) -> None:
+        """Copy through pinned memory, which is kept until the copy is done."""
+        staging = self._stage(packed.nbytes)
+        staging[:] = data.reshape(-1)
+        stream = self._cupy.cuda.get_current_stream()
+        packed.data.copy_from_host_async(staging.ctypes.data, packed.nbytes, stream)
+        self._wait(stream)
+
+    def copy_out(self, packed: Any, out: npt.NDArray[np.uint8]) -> None:
+        """Copy through pinned memory; waits by event for this stream only."""
+        staging = self._stage(packed.nbytes)
+        stream = self._cupy.cuda.get_current_stream()
+        packed.data.copy_to_host_async(staging.ctypes.data, packed.nbytes, stream)
+        self._wait(stream)
+        out.reshape(-1)[:] = staging
+
+    def _stage(self, size: int) -> npt.NDArray[np.uint8]:
+        if size not in self._staging:
+            self._staging[size] = self._pinned(size, np.uint8)
+        return self._staging[size]
+
+    def _wait(self, stream: Any) -> None:
+        """Wait by asking: a blocking call would hold this thread even where the card has died."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        polls = 0
+        while not event.done:
+            polls += 1
+            if polls > POLLS:
+                time.sleep(NAP)
+
+    def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> CupyKernel:
+        """Compile with NVRTC or hiprtc; CuPy keeps the machine code on disk."""
+        options = ["-std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
+        if not contract:
+            options.append("-ffp-contract=off" if self.target.dialect == "hip" else "-fmad=false")
+        module = self._cupy.RawModule(code=text, options=tuple(options))
+        return CupyKernel(self._cupy, module.get_function(kernel))
+
+
+class CupyKernel:
+    """`treeattn.backends.runtime.Kernel`."""
+
+    def __init__(self, cupy: Any, raw: Any) -> None:
+        self._cupy, self._raw = cupy, raw
+
+    def launch(self, blocks: int, *arguments: Any) -> None:
+        """Start it; CuPy passes arrays of one element, and scalars, by value."""
+        self._raw((blocks,), (THREADS,), arguments)
+
+    def resident_blocks(self) -> int:
+        """Ask the driver."""
+        occupancy = self._cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
+        return max(1, int(occupancy(self._raw.kernel.ptr, THREADS, 0)))
+
+
+def _choose_card(cupy: Any) -> None:
+    """Take the card of this rank's number on its host; once MPI has started, whoever started it has chosen."""
+    here, mpi = launched(), sys.modules.get("mpi4py.MPI")
+    if here is None or here.local_rank is None or (mpi is not None and mpi.Is_initialized()):
+        return
+    cupy.cuda.Device(here.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
+
+
+def _text(name: Any) -> str:
+    return name.decode() if isinstance(name, bytes) else str(name)

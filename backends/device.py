@@ -1,0 +1,233 @@
+"""What the GPU backends share: kernels chosen and launched, states merged where they live, bytes staged to the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from treeattn.backends.base import Backend, Prepared
+from treeattn.backends.runtime import Kernel, Runtime
+from treeattn.devices import broadcast, on_device
+from treeattn.errors import BackendError
+from treeattn.inputs import Args, Spec
+from treeattn.kernels.gpu import source
+from treeattn.kernels.gpu.call import address, is_wide, pack_call, pack_finish, pack_merge
+from treeattn.kernels.gpu.splits import split_count
+from treeattn.kernels.gpu.table import Specialisation, choose
+
+__all__ = ["DeviceBackend", "DeviceOps"]
+
+LIMIT = 2**31
+"""Kernels count keys, and the bytes from one key to the next, in 32 bits; products of both in 64."""
+
+Bytes = npt.NDArray[np.uint8]
+
+ON_DEVICE = ("q", "k", "v", "q_pos", "kv_pos", "kv_len", "mask", "k_scale", "v_scale")
+
+
+class DeviceOps:
+    """`treeattn.state.StateOps` for packed float32 states in device memory.
+
+    Parameters
+    ----------
+    name : str
+        The backend's name.
+    backend : DeviceBackend
+        Whose runtime is used; it is asked for at the first operation and not before.
+    """
+
+    def __init__(self, name: str, backend: DeviceBackend) -> None:
+        self._name, self._backend = name, backend
+
+    @property
+    def name(self) -> str:
+        """Name of the backend."""
+        return self._name
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._backend.runtime
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Allocate a packed buffer on the card."""
+        if dtype != "float32":
+            raise BackendError(f"backend {self._name!r} keeps states in float32, not {dtype}: use backend='cpu'")
+        return self._runtime.empty(shape, dtype)
+
+    def fill_identity(self, packed: Any) -> None:
+        """Write the state of no keys."""
+        if rows := _rows(packed):
+            self._kernel("identity").launch(rows, np.int64(address(packed)), np.int64(packed.shape[-1]))
+
+    def merge(self, out: Any, sources: list[Any]) -> None:
+        """Merge in one launch, with the bits that the CPU would give."""
+        if len(sources) > source.MAX_SOURCES:
+            raise BackendError(f"backend {self._name!r} merges at most {source.MAX_SOURCES} states at a time")
+        if rows := _rows(out):
+            call = pack_merge([address(each) for each in sources], address(out), width=out.shape[-1])
+            self._kernel("merge").launch(rows, call)
+
+    def finish(self, packed: Any, sink: Any) -> tuple[Any, Any]:
+        """Give (out, lse) on the card."""
+        batch, heads, tokens, width = packed.shape
+        out = self._runtime.empty((batch, heads, tokens, width - 2), "float32")
+        lse = self._runtime.empty((batch, heads, tokens), "float32")
+        sink = sink if sink is None or on_device(sink) else self._runtime.upload(sink)
+        if rows := _rows(packed):
+            at = {"packed": address(packed), "sink": address(sink), "out": address(out), "lse": address(lse)}
+            self._kernel("finish").launch(rows, pack_finish(heads=heads, tokens=tokens, width=width, **at))
+        return out, lse
+
+    def to_host(self, packed: Any, out: Bytes) -> None:
+        """Copy the packed bytes to host memory through pinned memory."""
+        if packed.nbytes:
+            self._runtime.copy_out(packed, out)
+
+    def from_host(self, data: Bytes, packed: Any) -> None:
+        """Copy the packed bytes from host memory through pinned memory."""
+        if packed.nbytes:
+            self._runtime.copy_in(data, packed)
+
+    def _kernel(self, name: str) -> Kernel:
+        text, defines = source.text("merge.cu"), source.merge_defines()
+        return self._backend.compiled(text, f"treeattn_{name}", defines, contract=False)
+
+
+class Launch(NamedTuple):
+    """One compiled kernel, how it was compiled, and how many of its blocks the card holds."""
+
+    chosen: Specialisation
+    kernel: Kernel
+    slots: int
+
+
+class DeviceBackend(Backend):
+    """Runs ``kernels/gpu`` on one card. Subclasses say which, and bring the runtime."""
+
+    note = "not yet run on a card"
+
+    def __init__(self) -> None:
+        self.ops = DeviceOps(self.name, self)
+        self._compiled: dict[Any, Kernel] = {}
+        self._workspaces: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def open(self) -> Runtime:
+        """Open the card; called once, at its first use."""
+        raise NotImplementedError
+
+    @cached_property
+    def runtime(self) -> Runtime:
+        """The card."""
+        return self.open()
+
+    def reasons(self, spec: Spec | None = None) -> list[str]:
+        """Say what the machine lacks, or what ``spec`` asks for that no kernel does."""
+        found = self.machine_reasons() or list(self._trial)
+        return found if spec is None else found + self._refusals(spec)
+
+    def _refusals(self, spec: Spec) -> list[str]:
+        found = []
+        if spec.state_dtype != "float32":
+            found.append(f"float64 runs on the CPU only: use backend='cpu', or float32 with backend={self.name!r}")
+        if max(abs(strides[2]) for strides in (spec.kv.k_strides, spec.kv.v_strides)) >= LIMIT:
+            found.append("the keys of one head lie 2 GiB or more apart: copy k and v to a closer layout")
+        return found
+
+    def machine_reasons(self) -> list[str]:
+        """Say why no card of this family can be used here; an empty list means one can."""
+        raise NotImplementedError
+
+    @cached_property
+    def _trial(self) -> list[str]:
+        """Compile and run one small kernel: CuPy may import and make arrays where its compiler can't work."""
+        seen = np.zeros(12, np.uint8)
+        try:
+            packed = self.ops.empty((1, 1, 1, 3), "float32")
+            self.ops.fill_identity(packed)
+            self.ops.to_host(packed, seen)
+        except Exception as error:  # whatever a driver or a compiler throws, it is a reason
+            first = str(error).strip().partition("\n")[0]
+            return [f"a first kernel doesn't compile or run ({type(error).__name__}: {first})"]
+        right = np.array([0, 0, -np.inf], np.float32)
+        return [] if np.array_equal(seen.view(np.float32), right) else ["a first kernel gives wrong numbers"]
+
+    def prepare(self, spec: Spec) -> Prepared:
+        """Give a function that launches one kernel for ``spec``, on the stream that is current when it is called."""
+        launches: dict[tuple[bool, bool], Launch] = {}
+
+        def prepared(args: Args, out: Any) -> Any:
+            if 0 in out.shape:
+                return out
+            if args.kv_tokens >= LIMIT:
+                raise BackendError(f"backend {self.name!r} takes at most 2**31 - 1 keys in one call: split them")
+            args = self._uploaded(args)
+            wide = is_wide(args.k), is_wide(args.v)
+            if wide not in launches:
+                launches[wide] = self._launch_for(choose(spec, self.runtime.target, k_wide=wide[0], v_wide=wide[1]))
+            self._start(spec, launches[wide], args, out)
+            return out
+
+        return prepared
+
+    def energy(self, spec: Spec, args: Args, zeta: Any) -> Any:
+        """Not on the card: the CPU computes it, for arrays that are there."""
+        if any(on_device(array) for array in (args.q, args.k, args.v, zeta)):
+            raise BackendError(f"backend {self.name!r} does not compute energy: pass NumPy arrays, or backend='cpu'")
+        return super().energy(spec, args, zeta)
+
+    def compiled(self, text: str, name: str, defines: dict[str, str], *, contract: bool) -> Kernel:
+        """Compile a kernel once."""
+        key = (name, tuple(sorted(defines.items())))
+        if key not in self._compiled:
+            self._compiled[key] = self.runtime.compile(text, name, defines, contract=contract)
+        return self._compiled[key]
+
+    def _launch_for(self, chosen: Specialisation) -> Launch:
+        text = source.text(f"{chosen.kernel}.cu")
+        kernel = self.compiled(text, f"treeattn_{chosen.kernel}", chosen.defines(), contract=True)
+        return Launch(chosen, kernel, self.runtime.multiprocessors * kernel.resident_blocks())
+
+    def _start(self, spec: Spec, launch: Launch, args: Args, out: Any) -> None:
+        chosen = launch.chosen
+        tiles = spec.batch * spec.kv_heads * -(-spec.group * spec.q_tokens // chosen.rows)
+        splits = split_count(tiles, args.kv_tokens, chosen.step, launch.slots)
+        part, arrived = self._workspace(tiles, splits * chosen.part)
+        at = {"out": address(out), "part": address(part), "arrived": address(arrived)}
+        launch.kernel.launch(tiles * splits, pack_call(spec, chosen, args, splits=splits, **at))
+
+    def _workspace(self, tiles: int, floats: int) -> tuple[Any, Any]:
+        """Memory for the splits' states, one for each stream: launches of one stream follow each other."""
+        key = self.runtime.stream, tiles
+        part, arrived = self._workspaces.get(key, (None, None))
+        if part is None or part.shape[0] < tiles * floats:
+            part = self.runtime.empty((tiles * floats,), "float32")
+            arrived = self.runtime.zeros((tiles,), "int32") if arrived is None else arrived
+            self._workspaces[key] = part, arrived
+        return part, arrived
+
+    def _uploaded(self, args: Args) -> Args:
+        """Bring to the card what is not there. Arrays that are there are never looked into."""
+        moved = {}
+        for name in ON_DEVICE:
+            array = getattr(args, name)
+            if array is not None and not on_device(array):
+                moved[name] = self._upload(array)
+        return replace(args, **moved) if moved else args
+
+    def _upload(self, array: Any) -> Any:
+        """Copy an array once, without the repetitions of its broadcast axes."""
+        once = array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
+        # The card is told the type by its number; what CuPy has no name for goes as raw bytes.
+        there = self.runtime.upload(once.view(f"u{once.dtype.itemsize}") if once.dtype.isbuiltin != 1 else once)
+        if once.shape == array.shape:
+            return there
+        return broadcast(there, array.shape)
+
+
+def _rows(packed: Any) -> int:
+    batch, heads, tokens, _ = packed.shape
+    return int(batch * heads * tokens)

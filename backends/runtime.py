@@ -1,0 +1,54 @@
+"""What a GPU backend needs of the machine under it: memory, copies, compiled kernels. CuPy's is `CupyRuntime`.
+
+The tests bring another: memory that faults when the CPU touches it, and kernels executed on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from treeattn.kernels.gpu.targets import Target
+
+__all__ = ["Kernel", "Runtime"]
+
+
+class Kernel(Protocol):
+    """One compiled kernel."""
+
+    def launch(self, blocks: int, *arguments: Any) -> None:
+        """Start it on the current stream; structs are NumPy arrays of one element."""
+
+    def resident_blocks(self) -> int:
+        """Tell how many of its blocks one multiprocessor holds at the same time."""
+
+
+class Runtime(Protocol):
+    """One card and its current stream."""
+
+    target: Target
+    multiprocessors: int
+
+    @property
+    def stream(self) -> int:
+        """The current stream, as a number that tells streams apart."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Allocate device memory, not initialised: an array with CuPy's shape, dtype, strides, nbytes and data.ptr."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Allocate device memory of zeros."""
+
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        """Copy a host array to new device memory, on the current stream."""
+
+    def copy_in(self, data: npt.NDArray[np.uint8], packed: Any) -> None:
+        """Copy host bytes to a device array; ``data`` may be reused on return."""
+
+    def copy_out(self, packed: Any, out: npt.NDArray[np.uint8]) -> None:
+        """Copy a device array's bytes to host memory, complete on return; waits for the current stream only."""
+
+    def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> Kernel:
+        """Compile a kernel; without ``contract``, no multiplication and addition may be fused."""

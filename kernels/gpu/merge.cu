@@ -1,0 +1,154 @@
+// Merging and finishing of packed states: rows of o, then l, then m. Compiled without contraction.
+//
+// The same operations in the same order as `combine.py` and `exponential.py`, so that a GPU ends with the very bits
+// that a CPU ends with. Constants come from there. Packing and unpacking need no launch of their own: what travels is
+// the packed buffer itself, which the kernels read and write.
+
+#include "dialect.cu"
+
+#ifdef TA_HIP
+#pragma clang fp contract(off)
+#endif
+
+struct ta_merge {
+  const float* sources[TA_SOURCES];
+  float* out;  // may be one of the sources
+  long long count, width;
+};
+
+struct ta_finish {
+  const float *packed, *sink;  // sink (heads,), or null
+  float *out, *lse;
+  long long heads, tokens, width;
+};
+
+TA_INLINE double ta_double(long long bits) {
+  union {
+    long long i;
+    double d;
+  } both;
+  both.i = bits;
+  return both.d;
+}
+
+TA_INLINE long long ta_bits(double x) {
+  union {
+    long long i;
+    double d;
+  } both;
+  both.d = x;
+  return both.i;
+}
+
+// 2**n, exact.
+TA_INLINE double ta_power(long long n) { return ta_double((n + 1023) << 52); }
+
+TA_INLINE double ta_exp_of_small(double r) {
+  const double terms[] = {TA_EXP_TERMS};
+  const double z = r * r;
+  double odd = terms[0], even = terms[1];
+#pragma unroll
+  for (int k = 2; k < (int)(sizeof(terms) / sizeof(double)); k += 2) {
+    odd = odd * z + terms[k];
+    even = even * z + terms[k + 1];
+  }
+  return 1.0 + (r + z * (even + odd * r));
+}
+
+TA_INLINE double ta_exp(double x) {
+  x = x < -746.0 ? -746.0 : x;
+  x = x > 710.0 ? 710.0 : x;
+  const double shifted = x * TA_LOG2E_DOUBLE + TA_ROUNDER;
+  const double whole = shifted - TA_ROUNDER;
+  const double r = (x - whole * TA_LN2_HIGH) - whole * TA_LN2_LOW;
+  const long long n = ta_bits(shifted) - ta_bits(TA_ROUNDER), half = n >> 1;
+  return ta_exp_of_small(r) * ta_power(half) * ta_power(n - half);
+}
+
+TA_INLINE double ta_log_of_near_one(double f) {
+  const double terms[] = {TA_LOG_TERMS};
+  const double s = f / (2.0 + f), z = s * s;
+  double p = terms[0];
+#pragma unroll
+  for (int k = 1; k < (int)(sizeof(terms) / sizeof(double)); k++) p = p * z + terms[k];
+  return f - s * (f - p * z);
+}
+
+TA_INLINE double ta_log(double x) {
+  const double infinity = ta_double(0x7ffLL << 52);
+  if (x <= 0.0) return x == 0.0 ? -infinity : ta_double(0x7ff8LL << 48);
+  if (!(x < infinity)) return x;
+  long long shift = 0;
+  if (x < TA_SMALLEST_NORMAL) {
+    x *= 18014398509481984.0;
+    shift = -54;
+  }
+  const long long bits = ta_bits(x), n = (bits - TA_SQRT_HALF_BITS) >> 52;
+  const double f = ta_double(bits - (n << 52)) - 1.0, exponent = (double)(n + shift);
+  return exponent * TA_LN2_HIGH + (ta_log_of_near_one(f) + exponent * TA_LN2_LOW);
+}
+
+// Largest m of the sources that hold keys, NaN if one is, and how many they are.
+TA_INLINE float ta_highest(const ta_merge& call, long long row, int* live) {
+  float highest = -TA_INF;
+  *live = 0;
+  for (int i = 0; i < (int)call.count; i++) {
+    const float* state = call.sources[i] + row * call.width + call.width - 2;
+    if (state[0] != 0.f) {
+      *live += 1;
+      if (state[1] > highest || state[1] != state[1]) highest = state[1];
+    }
+  }
+  return highest;
+}
+
+// One block merges one row.
+extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, 1) treeattn_merge(const ta_merge call) {
+  __shared__ float weights[TA_SOURCES], top;
+  __shared__ int live;
+  const long long row = blockIdx.x, offset = row * call.width;
+  if (threadIdx.x == 0) top = ta_highest(call, row, &live);
+  __syncthreads();
+  for (int i = threadIdx.x; i < (int)call.count; i += TA_THREADS) {
+    const float* state = call.sources[i] + offset + call.width - 2;
+    // A live source alone keeps its bits: its weight is 1 even where m - m is NaN. Without keys, l = 0, it is skipped.
+    weights[i] = state[0] == 0.f ? -1.f : live > 1 ? (float)ta_exp((double)(state[1] - top)) : 1.f;
+  }
+  __syncthreads();  // `out` may be a source: all of l and m has been read before any of it is written
+  for (int j = threadIdx.x; j < (int)call.width - 1; j += TA_THREADS) {
+    bool started = false;
+    float sum = 0.f;
+    for (int i = 0; i < (int)call.count; i++) {
+      if (weights[i] == -1.f) continue;
+      const float added = weights[i] * call.sources[i][offset + j];
+      sum = started ? sum + added : added;
+      started = true;
+    }
+    call.out[offset + j] = sum;
+  }
+  if (threadIdx.x == 0) call.out[offset + call.width - 1] = top;
+}
+
+// One block finishes one row.
+extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, 1) treeattn_finish(const ta_finish call) {
+  const long long row = blockIdx.x;
+  const int width = (int)call.width - 2;
+  const float* state = call.packed + row * call.width;
+  float* out = call.out + row * width;
+  const float sink = call.sink ? call.sink[row / call.tokens % call.heads] : -TA_INF;
+  const float l = state[width], m = state[width + 1], highest = sink > m ? sink : m;
+  const bool plain = sink == -TA_INF;
+  const float weight = plain ? 1.f : (float)ta_exp((double)(m - highest));
+  const float total = plain ? l : weight * l + (float)ta_exp((double)(sink - highest));
+  for (int j = threadIdx.x; j < width; j += TA_THREADS) {
+    out[j] = l == 0.f ? 0.f : (plain ? state[j] : weight * state[j]) / total;
+  }
+  if (threadIdx.x == 0) call.lse[row] = l == 0.f ? sink : (plain ? m : highest) + (float)ta_log((double)total);
+}
+
+// The state of no keys.
+extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, 1) treeattn_identity(float* packed, long long width) {
+  for (int j = threadIdx.x; j < (int)width; j += TA_THREADS) {
+    packed[blockIdx.x * width + j] = j == (int)width - 1 ? -TA_INF : 0.f;
+  }
+}

@@ -1,0 +1,176 @@
+"""A card without a card: memory that faults when the CPU touches it, and kernels that the emulator executes.
+
+`FakeCard` is a `treeattn.backends.runtime.Runtime`. Its memory is mapped without access, except while a kernel or a
+copy runs. So whatever else looks into a device array, treeattn or MPI, ends the process with a segmentation fault.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - registers its dtypes with NumPy
+import numpy as np
+from emulation import Emulator
+
+from treeattn.backends.device import DeviceBackend
+from treeattn.kernels.gpu.targets import target_of
+
+__all__ = ["FakeCard", "FakeCardBackend", "FaultingArray"]
+
+ARENA = 64 * 2**20
+ALIGNMENT = 256
+NO_ACCESS, READ_WRITE = 0, 3
+IDENTITY = """
+struct two { float* packed; long long width; };
+void identity_of(two at) { treeattn_identity(at.packed, at.width); }
+"""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Pointer:
+    """Where a `FaultingArray` begins, under CuPy's name for it."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class FaultingArray:
+    """A device array: an address, a shape and a dtype. It keeps its card alive."""
+
+    def __init__(self, card: FakeCard, at: int, shape: tuple[int, ...], dtype: Any, strides: Any = None) -> None:
+        self.card, self.data = card, Pointer(at)
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.strides = tuple(strides or np.empty(shape, dtype).strides)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        kind = {"shape": self.shape, "typestr": self.dtype.str, "strides": None, "version": 3}
+        return {**kind, "data": (self.data.ptr, False)}
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """What a careless NumPy would follow into the fault."""
+        return self.__cuda_array_interface__
+
+    def swapaxes(self, first: int, second: int) -> FaultingArray:
+        order = list(range(self.ndim))
+        order[first], order[second] = order[second], order[first]
+        shape, strides = ([sizes[axis] for axis in order] for sizes in (self.shape, self.strides))
+        return FaultingArray(self.card, self.data.ptr, tuple(shape), self.dtype, strides)
+
+    def astype(self, dtype: Any, copy: bool = True) -> FaultingArray:
+        if np.dtype(dtype) == self.dtype and not copy:
+            return self
+        return self.card.upload(self.get().astype(dtype))
+
+    def get(self) -> np.ndarray[Any, Any]:
+        """Copy to the host, as CuPy's ``get`` does."""
+        found = np.empty(self.shape, self.dtype)
+        self.card.copy_out(self, found.reshape(-1).view(np.uint8))
+        return found
+
+
+class FakeKernel:
+    """A kernel as the emulator compiled it."""
+
+    def __init__(self, card: FakeCard, library: Any, name: str) -> None:
+        self._card, self._library, self._name = card, library, name
+
+    def launch(self, blocks: int, *arguments: Any) -> None:
+        (call,) = arguments if len(arguments) == 1 else (np.array(arguments),)
+        order = np.random.default_rng(self._card.launches).permutation(blocks)
+        self._card.launches += 1
+        with self._card.access():
+            self._card.emulator.launch(self._library, call, order, self._card.target.wave)
+
+    def resident_blocks(self) -> int:
+        return 2
+
+
+class FakeCard:
+    """A `treeattn.backends.runtime.Runtime` of two multiprocessors."""
+
+    def __init__(self, emulator: Emulator, arch: str = "sm_90") -> None:
+        self.emulator, self.target, self.multiprocessors = emulator, target_of(arch), 2
+        self._memory = mmap.mmap(-1, ARENA)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.used = self.launches = self.copies = 0
+        self.stream = 0
+        self._protect(NO_ACCESS)
+
+    def _protect(self, access: int) -> None:
+        assert _libc.mprotect(ctypes.c_void_p(self._start), ctypes.c_size_t(ARENA), access) == 0
+
+    @contextmanager
+    def access(self) -> Iterator[None]:
+        """Let the CPU in, as the card's own engines."""
+        self._protect(READ_WRITE)
+        try:
+            yield
+        finally:
+            self._protect(NO_ACCESS)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> FaultingArray:
+        at = self._start + self.used
+        array = FaultingArray(self, at, shape, dtype)
+        self.used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        assert self.used <= ARENA, "the fake card is out of memory"
+        with self.access():
+            ctypes.memset(at, 0xFF, array.nbytes)  # NaN: nothing here is initialised
+        return array
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> FaultingArray:
+        return self.upload(np.zeros(shape, dtype))
+
+    def upload(self, array: np.ndarray[Any, Any]) -> FaultingArray:
+        there = self.empty(array.shape, array.dtype)
+        if array.size:
+            self.copy_in(np.ascontiguousarray(array).reshape(-1).view(np.uint8), there)
+        return there
+
+    def copy_in(self, data: np.ndarray[Any, Any], packed: FaultingArray) -> None:
+        self.copies += 1
+        data = np.ascontiguousarray(data)
+        with self.access():
+            ctypes.memmove(packed.data.ptr, data.ctypes.data, packed.nbytes)
+
+    def copy_out(self, packed: FaultingArray, out: np.ndarray[Any, Any]) -> None:
+        self.copies += 1
+        with self.access():
+            ctypes.memmove(out.ctypes.data, packed.data.ptr, packed.nbytes)
+
+    def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> FakeKernel:
+        struct = {"treeattn_merge": "ta_merge", "treeattn_finish": "ta_finish"}.get(kernel, "ta_call")
+        if kernel == "treeattn_identity":  # takes two numbers, which the emulator passes as one struct
+            text, kernel, struct = text + IDENTITY, "identity_of", "two"
+        if self.target.dialect == "hip" and kernel == "treeattn_matrix":
+            defines = {**defines, "TA_HIP": "1"}
+        return FakeKernel(self, self.emulator.compile(text, kernel, struct, defines), kernel)
+
+
+class FakeCardBackend(DeviceBackend):
+    """The GPU backends' own code, on a fake card."""
+
+    name = "fake card"
+
+    def __init__(self, card: FakeCard) -> None:
+        self._card = card
+        super().__init__()
+
+    def machine_reasons(self) -> list[str]:
+        return []
+
+    def open(self) -> FakeCard:
+        return self._card

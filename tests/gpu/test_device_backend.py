@@ -1,0 +1,225 @@
+"""The GPU backends' own code on a fake card, whose memory faults when anything but a kernel or a copy touches it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake_card import FakeCard, FakeCardBackend, FaultingArray
+
+import treeattn
+from treeattn.backends import cupy_runtime, registry
+from treeattn.backends.auto import AutoBackend
+from treeattn.errors import BackendError, InputError
+from treeattn.inputs import Options, resolve
+from treeattn.testing import BackendConformance
+from treeattn.testing.oracle import assert_attention
+
+HERE = Path(__file__).parent
+
+
+class TestFakeCard(BackendConformance):
+    """Every check that a backend must pass, with arrays of the host."""
+
+    dtypes = ("float32", "float16", "bfloat16")
+
+    @pytest.fixture(autouse=True)
+    def _backend(self, card: FakeCard) -> None:
+        self.backend = FakeCardBackend(card)
+
+
+@pytest.fixture
+def backend(card: FakeCard) -> FakeCardBackend:
+    return FakeCardBackend(card)
+
+
+def inputs(dtype: Any = np.float32, keys: int = 60) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(0)
+    return tuple(  # type: ignore[return-value]
+        rng.standard_normal((1, heads, n, 16), dtype=np.float32).astype(dtype)
+        for heads, n in ((4, 1), (2, keys), (2, keys))
+    )
+
+
+def on_card(card: FakeCard, *arrays: Any) -> list[FaultingArray]:
+    return [card.upload(array) for array in arrays]
+
+
+def test_touching_the_fake_cards_memory_ends_the_process(emulator: Any, tmp_path: Path) -> None:
+    script = f"""
+import sys; sys.path.insert(0, {str(HERE)!r})
+import numpy as np
+from pathlib import Path
+from emulation import Emulator
+from fake_card import FakeCard
+card = FakeCard(Emulator(Path({str(tmp_path)!r})))
+print(card.upload(np.ones(4)).get().sum(), flush=True)
+np.asarray(card.upload(np.ones(4))).sum()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.stdout == "4.0\n"
+    assert done.returncode == -11
+
+
+def test_arrays_on_the_card_give_results_on_the_card(backend: Any, card: FakeCard) -> None:
+    arrays = inputs()
+    out, lse = treeattn.attention(*on_card(card, *arrays), backend=backend, return_lse=True)
+    assert isinstance(out, FaultingArray)
+    assert isinstance(lse, FaultingArray)
+    assert_attention((out.get(), lse.get()), *arrays)
+
+
+def test_nothing_is_copied_to_the_host_on_the_way(backend: Any, card: FakeCard) -> None:
+    there = on_card(card, *inputs())
+    treeattn.attention(*there, backend=backend)  # allocates its workspace
+    before = card.copies
+    treeattn.attention(*there, backend=backend)
+    assert card.copies == before
+
+
+def test_a_repeated_call_allocates_nothing_so_that_a_graph_may_capture_it(backend: Any, card: FakeCard) -> None:
+    there = on_card(card, *inputs())
+    state = treeattn.partial_attention(*there, kv_len=card.upload(np.array([60])), backend=backend)
+    lengths = card.upload(np.array([41]))
+    used, copies = card.used, card.copies
+    assert treeattn.partial_attention(*there, kv_len=lengths, backend=backend, out=state) is state
+    assert (card.used, card.copies) == (used, copies)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_raw_storage_on_the_card_is_read_as_kv_dtype(backend: Any, card: FakeCard, name: str) -> None:
+    q, k, v = inputs()
+    k, v = (array.astype(getattr(ml_dtypes, name)) for array in (k, v))
+    there = on_card(card, q, k.view(np.uint8), v.view(np.uint8))
+    out, lse = treeattn.attention(*there, kv_dtype=name, backend=backend, return_lse=True)
+    assert_attention((out.get(), lse.get()), q, k, v)
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_options_may_be_on_the_host_or_on_the_card(backend: Any, card: FakeCard, layout: str) -> None:
+    q, k, v = (array if layout == "bhtd" else np.ascontiguousarray(array.swapaxes(1, 2)) for array in inputs())
+    mask = np.random.default_rng(1).random((1, 4, 1, 60)) < 0.6
+    options: dict[str, Any] = {"causal": True, "q_pos": np.array([40]), "kv_pos": 3, "layout": layout}
+    lengths = np.array([50])
+    there = on_card(card, q, k, v)
+    for given in ({"mask": mask, "kv_len": lengths}, {"mask": card.upload(mask), "kv_len": card.upload(lengths)}):
+        out, lse = treeattn.attention(*there, **given, **options, backend=backend, return_lse=True)
+        right = {"mask": mask, "kv_len": lengths, **options}
+        assert_attention((out.get(), lse.get()), q, k, v, **right)
+
+
+def test_arrays_in_different_places_are_refused(backend: Any, card: FakeCard) -> None:
+    q, k, v = inputs()
+    with pytest.raises(InputError, match=r"^k: expected an array on a GPU"):
+        treeattn.attention(card.upload(q), k, v, backend=backend)
+    with pytest.raises(InputError, match=r"^v: expected an array in host memory"):
+        treeattn.attention(q, k, card.upload(v), backend=backend)
+    with pytest.raises(InputError, match=r"^mask: expected an array in host memory"):
+        treeattn.attention(q, k, v, mask=card.upload(np.ones((1, 1, 1, 60), bool)))
+    with pytest.raises(InputError, match=r"^q_pos: expected positions, where kv_len is on a GPU"):
+        treeattn.attention(*on_card(card, q, k, v), causal=True, kv_len=card.upload(np.array([3])), backend=backend)
+
+
+def test_the_cpu_refuses_arrays_of_a_card(card: FakeCard) -> None:
+    with pytest.raises(BackendError, match="q, k and v are on a GPU"):
+        treeattn.attention(*on_card(card, *inputs()), backend="cpu")
+
+
+def test_float64_is_refused_with_a_remedy(backend: Any) -> None:
+    with pytest.raises(BackendError, match="use backend='cpu'"):
+        treeattn.attention(*inputs(np.float64), backend=backend)
+    spec, _ = resolve(*inputs(np.float64), Options())
+    assert backend.reasons(spec) == [
+        "float64 runs on the CPU only: use backend='cpu', or float32 with backend='fake card'"
+    ]
+
+
+def test_states_of_card_and_host_have_equal_bits_after_merging(backend: Any, card: FakeCard) -> None:
+    q, k, v = inputs()
+    halves = slice(0, 25), slice(25, 60)
+    there = [treeattn.partial_attention(q, k[:, :, at], v[:, :, at], backend=backend) for at in halves]
+    here = []
+    for state in there:
+        host = treeattn.PartialState.identity(state.shape)
+        host._packed[...] = state.packed.get()
+        here.append(host)
+    np.testing.assert_array_equal(treeattn.merge(there).packed.get(), treeattn.merge(here).packed)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_device_pointer_reaches_mpi(mpirun: Any, emulator: Any, ranks: int) -> None:
+    job = mpirun(HERE / "decode_on_fake_card.py", ranks, emulator.folder)
+    assert len({report["bits"] for report in job.reports}) == 1
+    assert len(job.reports) == ranks
+
+
+def test_what_is_missing_is_said_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for name, extra in (("nvidia", "treeattn[cuda12]"), ("amd", "treeattn[rocm]"), ("pcie", "treeattn[cuda12]")):
+        [reason] = registry.load(name).reasons()
+        assert f"pip install '{extra}'" in reason
+        with pytest.raises(BackendError, match="CuPy can't be imported"):
+            treeattn.attention(*inputs(), backend=name)
+
+
+def test_a_card_whose_compiler_fails_is_refused(backend: Any, card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(*_: Any, **__: Any) -> Any:
+        raise OSError("stddef.h not found\nand much more")
+
+    monkeypatch.setattr(card, "compile", compile)
+    assert backend.reasons() == ["a first kernel doesn't compile or run (OSError: stddef.h not found)"]
+
+
+class FakeCupy:
+    """As much of CuPy as is asked before a card is used."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def __init__(self, *, hip: bool, count: int | None) -> None:
+        self.cuda = self.runtime = self
+        self.is_hip, self._count = hip, count
+
+    def getDeviceCount(self) -> int:  # noqa: N802 - CuPy's name
+        if self._count is None:
+            raise self.CUDARuntimeError("cudaErrorInsufficientDriver")
+        return self._count
+
+
+@pytest.mark.parametrize(
+    ("cupy", "words"),
+    [
+        (FakeCupy(hip=True, count=1), "the CuPy that is installed is for ROCm"),
+        (FakeCupy(hip=False, count=None), "the driver finds no card (cudaErrorInsufficientDriver)"),
+        (FakeCupy(hip=False, count=0), "there is no card"),
+    ],
+)
+def test_each_thing_that_can_be_missing_has_its_sentence(
+    monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy, words: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    [reason] = cupy_runtime.why_not("cuda")
+    assert reason.startswith(words)
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(hip=False, count=2))
+    assert cupy_runtime.why_not("cuda") == []
+
+
+def test_auto_is_the_cpu_where_no_card_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    auto = AutoBackend()
+    assert auto.ops.name == "cpu"
+    arrays = inputs()
+    np.testing.assert_array_equal(treeattn.attention(*arrays, backend=auto), treeattn.attention(*arrays))
+
+
+def test_backends_that_no_card_has_run_say_so() -> None:
+    notes = registry.notes()
+    assert {name for name, note in notes.items() if note == "not yet run on a card"} == {"nvidia", "amd", "pcie"}

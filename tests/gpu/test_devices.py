@@ -1,0 +1,84 @@
+"""Device arrays of other libraries: who made them, how they come in, and how results go back."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_card import FakeCard
+
+from treeattn.devices import DeviceView, broadcast, give, home_of, on_device, take
+from treeattn.errors import InputError, MissingDependencyError
+
+
+def foreign(module: str, device: int = 2) -> Any:
+    """Make an array of the library called ``module``, on a device with DLPack's number."""
+    methods = {"__dlpack__": lambda self, **_: None, "__dlpack_device__": lambda self: (device, 0)}
+    return type("Array", (), {**methods, "__module__": f"{module}.some.place"})()
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the libraries: what comes out says which function made it."""
+
+    def named(name: str) -> Any:
+        return lambda array: (name, array)
+
+    for module, function in (("cupy", "from_dlpack"), ("torch", "from_dlpack"), ("numba.cuda", "as_cuda_array")):
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{function: named(f"{module}.{function}")}))
+    dlpack = types.SimpleNamespace(from_dlpack=named("jax.dlpack.from_dlpack"))
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(dlpack=dlpack))
+
+
+@pytest.mark.parametrize(
+    ("module", "home"),
+    [("cupy._core", "cupy"), ("torch", "torch"), ("jaxlib.xla", "jax"), ("numba.cuda", "numba"), ("mine", "device")],
+)
+def test_the_maker_of_an_array_is_known_by_its_module(module: str, home: str) -> None:
+    assert home_of(foreign(module)) == home
+
+
+@pytest.mark.parametrize("device", [1, 3, 11])
+def test_memory_that_the_cpu_may_touch_is_the_hosts(device: int) -> None:
+    array = foreign("torch", device)
+    assert not on_device(array)
+    assert home_of(array) == home_of(np.ones(1)) == home_of([1.0]) == "numpy"
+
+
+@pytest.mark.usefixtures("libraries")
+def test_foreign_arrays_come_in_through_dlpack_and_go_back_the_same_way() -> None:
+    array = foreign("torch")
+    assert take("q", array) == ("cupy.from_dlpack", array)
+    assert give("result", "torch") == ("torch.from_dlpack", "result")
+    assert give("result", "jax") == ("jax.dlpack.from_dlpack", "result")
+    assert give("result", "numba") == ("numba.cuda.as_cuda_array", "result")
+    assert give("result", "cupy") == give("result", "device") == "result"
+
+
+def test_without_cupy_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingDependencyError, match=r"arrays on a GPU need CuPy: pip install 'treeattn\[cuda12\]'"):
+        take("q", foreign("torch"))
+
+
+def test_an_array_that_cupy_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any) -> Any:
+        raise BufferError("no such device")
+
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(from_dlpack=refuse))
+    with pytest.raises(InputError, match=r"^k: expected an array, got Array \(no such device\)"):
+        take("k", foreign("torch"))
+
+
+def test_views_have_numpys_strides(card: FakeCard) -> None:
+    host = np.zeros((2, 1, 5), np.float32)
+    there = card.upload(host)
+    for shape in ((2, 1, 5), (2, 3, 5), (4, 2, 3, 5)):
+        assert broadcast(there, shape).strides == np.broadcast_to(host, shape).strides
+    with pytest.raises(ValueError, match="broadcast"):
+        broadcast(there, (2, 1, 4))
+    assert DeviceView(there).swapaxes(0, 2).strides == host.swapaxes(0, 2).strides
+    assert on_device(DeviceView(there))

@@ -1,0 +1,138 @@
+"""Arrays on a GPU, whoever made them: recognised by protocol, taken without a copy, given back as the caller's kind."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from treeattn.errors import InputError, MissingDependencyError
+
+__all__ = ["DeviceView", "Home", "broadcast", "give", "home_of", "on_device", "take", "view_as"]
+
+Home: TypeAlias = Literal["numpy", "cupy", "torch", "jax", "numba", "device"]
+"""Whose array the caller passed, and wants back. "device" is any other with CuPy's attributes."""
+
+CPU_DEVICES = (1, 3, 11)
+"""DLPack's numbers of memory that a CPU may touch: plain, and pinned by CUDA or ROCm."""
+
+_PACKAGES: dict[str, Home] = {
+    "numpy": "numpy",
+    "cupy": "cupy",
+    "torch": "torch",
+    "jaxlib": "jax",
+    "jax": "jax",
+    "numba": "numba",
+}
+
+
+class DeviceView:
+    """A device array seen with another dtype, shape or strides: what kernels need of one, and no more.
+
+    Parameters
+    ----------
+    array : device array
+        It keeps the memory.
+    dtype : dtype, optional
+        What its elements are; CuPy itself knows no float8.
+    shape, strides : tuple of int, optional
+        Strides are in bytes; one of 0 repeats an axis.
+    """
+
+    __slots__ = ("_array", "data", "dtype", "shape", "strides")
+
+    def __init__(self, array: Any, *, dtype: Any = None, shape: Any = None, strides: Any = None) -> None:
+        self._array, self.data = array, array.data
+        self.dtype: np.dtype[Any] = np.dtype(array.dtype if dtype is None else dtype)
+        self.shape: tuple[int, ...] = tuple(array.shape if shape is None else shape)
+        self.strides: tuple[int, ...] = tuple(array.strides if strides is None else strides)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def first_of_last(self) -> DeviceView:
+        """The first element along the last axis, which goes away."""
+        return DeviceView(self._array, dtype=self.dtype, shape=self.shape[:-1], strides=self.strides[:-1])
+
+    def swapaxes(self, first: int, second: int) -> DeviceView:
+        """Give a view with two axes exchanged."""
+        order = list(range(self.ndim))
+        order[first], order[second] = order[second], order[first]
+        shape, strides = ([sizes[axis] for axis in order] for sizes in (self.shape, self.strides))
+        return DeviceView(self._array, dtype=self.dtype, shape=shape, strides=strides)
+
+
+def view_as(array: Any, dtype: np.dtype[Any]) -> Any:
+    """View raw storage, wherever it is, as ``dtype``."""
+    return array.view(dtype) if isinstance(array, np.ndarray) else DeviceView(array, dtype=dtype)
+
+
+def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
+    """View ``array``, wherever it is, with ``shape``; ValueError where it doesn't broadcast."""
+    if isinstance(array, np.ndarray):
+        return np.broadcast_to(array, shape)
+    if np.broadcast_shapes(array.shape, shape) != shape:
+        raise ValueError(f"shape {array.shape} does not broadcast to {shape}")
+    missing = len(shape) - len(array.shape)
+    strides = [0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    return DeviceView(array, shape=shape, strides=[0] * missing + strides)
+
+
+def on_device(value: Any) -> bool:
+    """Whether ``value`` is an array in memory that the CPU must not touch."""
+    if isinstance(value, np.ndarray):
+        return False
+    if isinstance(value, DeviceView):
+        return True
+    if hasattr(value, "__cuda_array_interface__"):
+        return True
+    where = getattr(value, "__dlpack_device__", None)
+    return where is not None and int(where()[0]) not in CPU_DEVICES
+
+
+def home_of(value: Any) -> Home:
+    """Tell whose array ``value`` is; anything on the CPU counts as NumPy's."""
+    if not on_device(value):
+        return "numpy"
+    return _PACKAGES.get(type(value).__module__.partition(".")[0], "device")
+
+
+def take(name: str, value: Any) -> Any:
+    """View a device array as CuPy does, without a copy.
+
+    Raises
+    ------
+    InputError
+        It can't be viewed; the message begins with ``name``.
+    MissingDependencyError
+        CuPy is not installed.
+    """
+    if home_of(value) in ("cupy", "device"):
+        return value
+    cupy = _module("cupy", "arrays on a GPU need CuPy: pip install 'treeattn[cuda12]', [cuda13] or [rocm]")
+    try:
+        return cupy.from_dlpack(value) if hasattr(value, "__dlpack__") else cupy.asarray(value)
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise InputError.of(name, expected="an array", got=f"{type(value).__name__} ({error})") from None
+
+
+def give(array: Any, home: Home) -> Any:
+    """Give ``array``, CuPy's, as an array of ``home``, without a copy unless that is NumPy."""
+    if home == "numpy":
+        return array if isinstance(array, np.ndarray) else array.get()
+    if home == "torch":
+        return _module("torch").from_dlpack(array)
+    if home == "jax":
+        return _module("jax").dlpack.from_dlpack(array)
+    return _module("numba.cuda").as_cuda_array(array) if home == "numba" else array
+
+
+def _module(name: str, missing: str = "") -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(missing or f"{name} is not installed") from error
