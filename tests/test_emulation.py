@@ -131,10 +131,11 @@ def test_results_are_those_of_the_ranks_alone():
 
 def test_own_time_is_what_a_thread_has_computed_and_slept():
     clock = OwnTime()
-    before, computed = clock(), time.thread_time()
+    computed, before = time.thread_time(), clock()
     clock.sleep(1000.0)
     time.sleep(0.001)  # real sleep is nobody's time here
-    assert clock() - before == pytest.approx(1000.0, abs=time.thread_time() - computed + 1e-6)
+    elapsed, computed = clock() - before, time.thread_time() - computed
+    assert 1000 <= elapsed <= 1000 + computed + 1e-9  # of rounding
 
 
 def test_latency_is_read_and_refused_in_one_sentence():
