@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -245,6 +246,41 @@ def test_an_error_that_is_not_ours_is_told():
     error = conclusion([described(), Description.of_error(ZeroDivisionError("by zero")), described()])
     assert type(error) is CommError
     assert str(error) == "rank 1 on host n1 failed with ZeroDivisionError: by zero"
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def test_an_error_without_words_is_told_too():
+    def body(transport):
+        with treeattn.TreeComm(transport) as comm:
+            wrong = MuteError() if comm.rank == 1 else None
+            calls = [
+                lambda: comm.exchange(Attempt(None, None, wrong or ValueError("mine"))),
+                lambda: comm.consult("consult", (), {}, wrong),
+                lambda: comm.bcast(Unreadable() if comm.rank == 1 else np.ones(2)),
+            ]
+            return [kind_of(call) for call in calls], comm.bcast(1 if comm.rank == 0 else None).item()
+
+    for rank, found in enumerate(run_ranks(3, body)):
+        mute = ["MuteError"] * 3
+        others = ["ValueError", "CommError", "CommError"]
+        assert found == (mute if rank == 1 else others, 1)
+
+
+class Unreadable:
+    def __array__(self, *_, **__):
+        raise MuteError()
+
+
+def kind_of(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
 
 
 def test_ones_own_error_is_raised_as_it_is():

@@ -40,7 +40,7 @@ def on_ranks(size: int, call: Any) -> list[Any]:
 def outcome(call: Any) -> str:
     try:
         return f"gave {type(call()).__name__}"
-    except errors.TreeattnError as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -182,7 +182,47 @@ def test_each_argument_of_a_cache_is_checked(name):
         treeattn.ShardedKVCache(None, **{**SHAPE, "capacity": 10, name: value})
 
 
+@pytest.mark.parametrize("name", BAD_CACHES)
+def test_a_cache_that_one_rank_cannot_make_is_an_error_everywhere(name):
+    value, expected = BAD_CACHES[name]
+
+    def call(comm):
+        wrong = {name: value} if comm.rank == 1 else {}
+        seen = outcome(lambda: treeattn.ShardedKVCache(comm, **{**SHAPE, "capacity": 10, **wrong}))
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, capacity=10)
+        cache.append(K, V)
+        return seen, cache.decode(queries(1), return_lse=True)
+
+    for seen, got in on_ranks(3, call):
+        assert re.match(f"InputError: {name}: expected .*{expected}", seen)
+        assert_attention(got, queries(1), K, V)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"block_size": 3}, {"capacity": 99}, {"dtype": "float16"}, {"layout": "bthd"}, {"head_dim": 4}, {"batch": 1}],
+    ids=str,
+)
+def test_caches_that_differ_between_ranks_are_an_error(other):
+    (name,) = other
+
+    def call(comm):
+        return outcome(
+            lambda: treeattn.ShardedKVCache(comm, **{**SHAPE, "capacity": 10, **(other if comm.rank == 1 else {})})
+        )
+
+    for seen in on_ranks(3, call):
+        assert re.match(f"InputError: {name}: expected the same on every rank, got .* {other[name]} on rank 1$", seen)
+
+
 K, V = tokens(4)
+
+
+class Unreadable:
+    def __array__(self, *_, **__):
+        raise KeyError("gone")
+
+
 BAD_TOKENS = {
     "a wrong width": ((K[..., :-1], V), r"k: expected shape \(2, 2, tokens, 8\), got shape \(2, 2, 4, 7\)"),
     "a missing axis": ((K[0], V), "k: expected shape"),
@@ -225,6 +265,93 @@ def test_a_wrong_piece_on_one_rank_is_one_error_everywhere(name, word):
     for seen, got in on_ranks(3, call):
         assert re.match(f"InputError: {text}", seen) or (name == "too many" and "k: expected at most" in seen)
         assert_attention(got, queries(1), K, V)
+
+
+@pytest.mark.parametrize("word", ["append", "prefill"])
+def test_tokens_that_cannot_be_read_are_heard_of_everywhere(word):
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=1, capacity=20)
+        seen = outcome(lambda: getattr(cache, word)(Unreadable() if comm.rank == 1 else K, V))
+        seen = outcome(lambda: cache.decode(queries(1))) if word == "append" else seen
+        cache.truncate(0)
+        cache.append(K, V)
+        return seen, cache.decode(queries(1), return_lse=True)
+
+    for seen, got in on_ranks(3, call):
+        assert "KeyError: 'gone'" in seen
+        assert_attention(got, queries(1), K, V)
+
+
+@pytest.mark.parametrize("word", ["append", "prefill"])
+def test_a_rank_without_room_for_its_share_is_heard_of_everywhere(word, monkeypatch):
+    reserve = treeattn.ShardedKVCache._reserve
+
+    def full(cache, new):
+        if cache.comm.rank == 1 and cache.length == 4:
+            raise MemoryError("no room")
+        return reserve(cache, new)
+
+    monkeypatch.setattr(treeattn.ShardedKVCache, "_reserve", full)
+    whole = tokens(6)
+
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=3, capacity=20)
+        cache.append(*(each[:, :, :2] for each in whole))
+        added = [each[:, :, 2:4] if word == "append" or comm.rank == 0 else each[:, :, :0] for each in whole]
+        getattr(cache, word)(*added)
+        seen = outcome(lambda: cache.decode(queries(1)))
+        cache.truncate(2)
+        cache.append(*(each[:, :, 2:] for each in whole))
+        return seen, cache.decode(queries(1), return_lse=True)
+
+    for seen, got in on_ranks(3, call):
+        assert "MemoryError: no room" in seen
+        assert_attention(got, queries(1), *whole)
+
+
+def test_after_a_failed_append_ranks_cut_back_to_one_length_deal_alike():
+    whole = tokens(20)
+
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=16, capacity=20)
+        cache.append(*(each[:, :, :5] for each in whole))
+        cache.append(*(None if comm.rank == 1 else each[:, :, 5:8] for each in whole))
+        seen = outcome(lambda: cache.decode(queries(1)))
+        cache.truncate(5)
+        cache.append(*(each[:, :, 5:] for each in whole))
+        return seen, cache.decode(queries(1), return_lse=True)
+
+    for seen, got in on_ranks(3, call):
+        assert seen.startswith("InputError: k: expected an array")
+        assert_attention(got, queries(1), *whole)
+
+
+def test_ranks_that_dealt_differently_hear_of_it():
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=4, capacity=20)
+        cache.append(*tokens(2))
+        if comm.rank == 2:
+            cache.truncate(2)  # which no other rank does
+        cache.append(*tokens(2))
+        return outcome(lambda: cache.decode(queries(1)))
+
+    for seen in on_ranks(3, call):
+        assert seen == (
+            "InputError: tokens of each rank: expected the same on every rank, "
+            "got (4, 0, 0) on ranks 0, 1 and (2, 2, 0) on rank 2"
+        )
+
+
+def test_tokens_beyond_the_range_of_the_storage_become_infinite_in_silence():
+    cache = treeattn.ShardedKVCache(None, **SHAPE, dtype="float16", capacity=20)
+    cache.append(K, 1e9 * V)
+    assert np.isinf(cache.decode(queries(1))).any()
+
+
+def test_queries_that_are_no_array_are_named():
+    cache = treeattn.ShardedKVCache(None, **SHAPE, capacity=20)
+    with pytest.raises(errors.InputError, match=r"^q: expected an array, got list"):
+        cache.decode([[1], [2, 3]])
 
 
 def test_ranks_that_appended_differently_hear_of_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -137,6 +138,20 @@ def test_topology_draws_an_imagined_layout(treeattn):
     assert "busiest rank sends" in ended.out
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_every_output_can_show_a_tree(encoding):
+    program = "from treeattn.cli import main; main(['topology', '--hosts', 'a,a,ü\\udcff,b'])"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": encoding},
+        capture_output=True, encoding=encoding, check=False, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ("└─ rank 1" if encoding == "utf-8" else "`- rank 1") in ended.stdout
+    assert ("0↔2" if encoding == "utf-8" else "0<->2") in ended.stdout
+    assert ("\\xfc" if encoding == "ascii" else "ü") + "\\udcff" in ended.stdout
+
+
 def test_topology_predicts_what_the_plan_does(treeattn):
     ended = treeattn(
         "topology", "--hosts", "a,b,a,c", "--plan", "2,2", "--payload", "500", "--root", "2", "--json", "-"
@@ -206,6 +221,12 @@ def test_doctor_tells_of_a_launcher_that_does_not_belong_to_the_library(mpirun):
         (["decode", "--window", "3"], 2, "Invalid value for '--window': expected LEFT,RIGHT"),
         (["decode", "--window", "3,-2"], 1, "window: expected (left, right), none negative, got (3, -2)"),
         (["decode", "--plan", "1,all"], 1, "plan: expected each radix a number of at least 2"),
+        (["decode", "--plan", "²,2"], 1, "plan: expected each radix a number of at least 2"),
+        (["decode", "--tokens", "9" * 30], 1, "sizes: expected arrays of at most"),
+        (["decode", "--batch", "9" * 30], 1, "sizes: expected arrays of at most"),
+        (["decode", "--tokens", "9" * 12, "--warmup", "0"], 1, "not enough memory: "),
+        (["topology", "--hosts", "\udcff,b", "--root", "2"], 1, "--root: expected a rank from 0 to 1, got 2"),
+        (["decode", "--hosts", "\udcff,b"], 1, "hosts: expected 1 labels, one per rank, got 2 (\\udcff, b)"),
         (["decode", "--root", "1"], 1, "root: expected None or a rank from 0 to 0, got 1"),
         (["decode", "--hosts", "a,b"], 1, "hosts: expected 1 labels, one per rank, got 2 (a, b)"),
         (["decode", "--hosts", "a,,b"], 2, "Invalid value for '--hosts': expected labels between commas"),
@@ -262,6 +283,23 @@ def test_ranks_starts_mpirun_and_passes_its_status_on(mpirun):
     job = mpirun(("-m", "treeattn", "topology", "--ranks", "2", "--root", "9"), 1, launcher=list, check=False)
     assert job.rc == 1
     assert sum("treeattn:" in line for line in job.stderr.splitlines()) == 1
+
+
+@pytest.mark.mpi
+def test_ranks_import_nothing_from_the_folder_they_are_started_in(tmp_path):
+    script = tmp_path / "bin" / "treeattn"
+    for module in (tmp_path / "treeattn" / "__init__.py", tmp_path / "click.py"):
+        module.parent.mkdir(exist_ok=True)
+        module.write_text("raise SystemExit('not this one')")
+    script.parent.mkdir()
+    script.write_text("from treeattn.cli import main\nmain()\n")
+    path = ":".join(each for each in sys.path if each)
+    ended = subprocess.run(
+        [sys.executable, script, "topology", "--ranks", "2"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "over 2 ranks" in ended.stdout
 
 
 def test_a_failing_rank_is_named_and_ends_the_others(mpirun):

@@ -252,8 +252,13 @@ def test_bcast_wants_other_ranks_arrays_to_be_like_the_roots_and_leaves_them_alo
 
 
 def test_bcast_needs_an_array_at_the_root():
-    with pytest.raises(InputError, match="array: expected an array of numbers, got dtype object"):
+    with pytest.raises(InputError, match="array: expected an array, got None"):
         TreeComm().bcast(None)
+
+
+def test_bcast_refuses_a_masked_array():
+    with pytest.raises(InputError, match="array: expected an array, got a masked array"):
+        TreeComm().bcast(np.ma.array([1, 2], mask=[0, 1]))
 
 
 # ---- making one
@@ -582,6 +587,12 @@ def test_a_silent_mpi_rank_is_named_and_the_job_ends(mpirun):
     assert len(errors) == 2
     assert all("nothing came from " in error and "rank 2 on host " in error for error in errors)
     assert sum("this communicator is broken" in report.get("again", "") for report in job.reports) == 2
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_traceback_and_needs_no_hook(mpirun):
+    job = mpirun("comm_mpi", 3, "raises", check=False, timeout=30)
+    assert job.rc == 1, job
+    assert "ValueError: the last rank has had enough" in job.stderr, job
 
 
 def run_alone(arguments, **environment):

@@ -142,6 +142,7 @@ WRONG = {
     "an unknown backend": ({"backend": "abacus"}, "backend: expected one of"),
     "a sink of another shape": ({"sink": np.zeros(HQ + 1)}, "sink: expected shape"),
     "a root out of range": ({"root": 99}, "root: expected None or a rank from 0 to"),
+    "a causal for each row": ({"causal": np.array([True, False])}, "causal: expected True or False"),
     "causal without positions": ({"causal": True}, "q_pos: expected global positions"),
     "kv_len beyond the shard": ({"kv_len": [99] * B}, "kv_len: expected lengths from 0 to"),
     "other query heads": ({"q": np.zeros((B, 2 * HQ, TQ, D), np.float32)}, "q.shape: expected the same on every rank"),
@@ -232,6 +233,17 @@ def test_check_compares_the_queries_themselves(monkeypatch):
     monkeypatch.setenv("TREEATTN_CHECK", "1")
     for text in on_ranks(3, call):
         assert text.startswith("InputError: q: expected the same on every rank")
+
+
+def test_check_takes_queries_in_any_byte_order(monkeypatch):
+    monkeypatch.setenv("TREEATTN_CHECK", "1")
+    q, k, v = arrays()
+
+    def call(comm):
+        mine = q.astype(">f4") if comm.rank == 1 else q
+        return outcome(lambda: treeattn.decode(mine, k, v, comm=comm))
+
+    assert on_ranks(3, call) == ["gave ndarray"] * 3
 
 
 def test_other_arguments_from_call_to_call_are_agreed_on_again():

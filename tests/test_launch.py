@@ -88,6 +88,9 @@ def test_what_the_user_has_set_stays():
             Launched("Open MPI", 1, 2, None),
         ),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
+        ({"PMI_RANK": "first", "PMI_SIZE": "3"}, None),
+        ({"PMI_RANK": "0", "PMI_SIZE": ""}, None),
+        ({"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "-"}, Launched("MPICH or Intel MPI", 0, 3, None)),
     ],
 )
 def test_a_launcher_is_known_by_its_variables(environ, expected):
@@ -146,6 +149,12 @@ def test_after_ctrl_c_the_launcher_is_waited_for(tmp_path, monkeypatch):
 def test_the_module_says_how_it_is_used(arguments, capsys):
     assert launch.main(arguments) == 2
     assert capsys.readouterr().err.startswith("usage: python -m treeattn.launch RANKS PROGRAM")
+
+
+def test_a_message_that_is_no_text_is_printed_too(capfd):
+    with pytest.raises(SystemExit):
+        launch.abort("no file \udcff")
+    assert capfd.readouterr().err == "no file \\udcff\n"
 
 
 def test_alone_the_abort_hook_changes_nothing(monkeypatch, capsys):

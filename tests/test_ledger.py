@@ -75,6 +75,19 @@ def test_new_tokens_go_to_the_emptiest_ranks_after_a_lopsided_prefill(size, bloc
     assert ledger.counts[heavy] == 1000
 
 
+@given(sizes, st.integers(1, 6), st.integers(0, 30), st.integers(1, 30), st.integers(1, 30))
+@settings(deadline=None)
+def test_what_follows_a_truncation_does_not_depend_on_what_it_removed(size, block_size, kept, removed, new):
+    ahead, behind = Ledger(size, block_size), Ledger(size, block_size)
+    for ledger in (ahead, behind):
+        ledger.append(kept)
+    ahead.append(removed)
+    for ledger in (ahead, behind):
+        ledger.truncate(kept)
+        ledger.append(new)
+    assert owners(ahead) == owners(behind)
+
+
 @given(st.integers(1, 6))
 @settings(deadline=None)
 def test_a_cut_block_takes_no_more_tokens_so_speculation_spreads_too(block_size):

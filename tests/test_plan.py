@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -267,6 +268,7 @@ def test_the_default_on_one_host_is_direct_while_few_ranks_share_few_bytes():
         ("oneshot", Radices()),
         ("binary", Radices(2, 2)),
         ((3, "all"), Radices(3, None)),
+        ((np.int64(3), np.uint8(4)), Radices(3, 4)),
         ([None, 4], Radices(None, 4)),
         ("3,all", Radices(3, None)),
         ("flat,2", Radices(None, 2, flat=True)),
@@ -276,6 +278,13 @@ def test_the_default_on_one_host_is_direct_while_few_ranks_share_few_bytes():
 )
 def test_plan_takes_names_radices_and_plans(plan, radices):
     assert parse_radices(plan) == radices
+
+
+@pytest.mark.parametrize("radix", [0, 1, -2, 2.5, True, "2"])
+@pytest.mark.parametrize("level", ["inside", "between"])
+def test_no_radix_is_below_two(level, radix):
+    with pytest.raises(InputError, match=f"^{level}: expected a number of at least 2, or None for all, got "):
+        Radices(**{level: radix})
 
 
 @pytest.mark.parametrize("radices", [*NAMED_RADICES.values(), Radices(2, None), Radices(None, 3, flat=True)], ids=str)

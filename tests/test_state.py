@@ -218,3 +218,58 @@ def test_a_state_is_immutable_and_says_what_it_is():
 def test_states_that_do_not_belong_together_are_refused(states, word):
     with pytest.raises(InputError, match=rf"^states: expected .*{word if word != 'states' else ''}"):
         treeattn.merge(states)
+
+
+@pytest.mark.parametrize("states", [None, PartialState.identity(SHAPE), 3])
+def test_what_is_no_collection_of_states_is_refused(states):
+    with pytest.raises(InputError, match=r"^states: expected an iterable of states, got "):
+        treeattn.merge(states)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (1, 2, 1, -1), (1, -2, 1, 3), (1.5, 2, 1, 3), "abcd", None, 5])
+def test_the_shape_of_an_identity_is_four_sizes(shape):
+    with pytest.raises(InputError, match=r"^shape: expected \(batch, query heads, query tokens, width of v\), got "):
+        PartialState.identity(shape)
+
+
+@pytest.mark.parametrize("dtype", ["float16", int, object(), "nonsense"])
+def test_other_precisions_are_refused(dtype):
+    with pytest.raises(InputError, match=r"^dtype: expected float32 or float64, got "):
+        PartialState.identity(SHAPE, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int8", int, object(), "nonsense"])
+def test_outputs_of_other_dtypes_are_refused(dtype):
+    with pytest.raises(InputError, match=r"^dtype: expected float32, .*, got "):
+        state(9).finish(dtype=dtype)
+
+
+OUT, LSE = np.zeros((1, 2, 1, 4), np.float32), np.zeros((1, 2, 1), np.float32)
+BAD_IMPORTS = {
+    "three axes": (OUT[0], LSE, r"^out: expected four axes .*, got shape \(2, 1, 4\)"),
+    "objects": (OUT.astype(object), LSE, r"^out: expected dtype float32"),
+    "complex": (OUT, LSE.astype(complex), r"^lse: expected dtype float32"),
+    "masked": (np.ma.array(OUT, mask=True), LSE, r"^out: expected an array, got a masked array"),
+    "nothing": (OUT, None, r"^lse: expected an array, got None"),
+    "other heads": (OUT, LSE[:, :1], r"^lse: expected shape \(1, 2, 1\), as out has"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_IMPORTS)
+def test_what_cannot_be_imported_is_named(name):
+    out, lse, message = BAD_IMPORTS[name]
+    with pytest.raises(InputError, match=message):
+        PartialState.from_lse(out, lse, base="e")
+
+
+@pytest.mark.parametrize("lost", [np.nan, np.inf])
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_an_imported_lse_that_is_lost_makes_its_row_nan_alone_and_merged(lost, others):
+    lse = LSE.copy()
+    lse[0, 1] = lost
+    broken = PartialState.from_lse(OUT, lse, base="e")
+    out, lse = treeattn.merge([broken, *[PartialState.from_lse(OUT, LSE, base=2)] * others]).finish(return_lse=True)
+    assert np.isnan(out[0, 1]).all()
+    assert np.isnan(lse[0, 1]).all()
+    assert not np.isnan(out[0, 0]).any()
+    assert not np.isnan(lse[0, 0]).any()

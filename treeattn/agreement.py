@@ -180,7 +180,14 @@ class Description:
         """Describe a call that failed on this rank."""
         ours = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
         kind = next(ours, type(error).__name__)
-        return cls(operation, error_kind=kind, error_text=str(error)[:LONGEST_TEXT])
+        return cls(operation, error_kind=kind, error_text=_text(error)[:LONGEST_TEXT])
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as worse:  # a rank that can't even say what is wrong must not keep the others waiting
+        return f"its text could not be made ({type(worse).__name__})"
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import KV_DTYPES, narrow_dtype
+from treeattn.arrays import KV_DTYPES, narrow_dtype, to_numpy
 from treeattn.errors import InputError
 from treeattn.executor import Tally
 from treeattn.plan import Plan
@@ -26,10 +26,10 @@ def sendable(array: Any, is_root: bool) -> Array | None:
     """Take ``array`` as one that can travel; None where a rank that is not root has none."""
     if array is None and not is_root:
         return None
-    found = np.asarray(array)
+    found = to_numpy("array", array)
     if found.dtype.name not in KV_DTYPES and found.dtype.kind not in "biufc":
         raise InputError.of("array", expected="an array of numbers", got=f"dtype {found.dtype}")
-    return found if found.dtype.isnative else found.astype(found.dtype.newbyteorder("="))
+    return found
 
 
 def describe(array: Array | None) -> list[Any] | None:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import FLOAT_DTYPES, as_array, narrow_dtype
+from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_array
 from treeattn.comm import TreeComm, as_tree_comm
 from treeattn.distributed import Arguments, Decoding
 from treeattn.errors import InputError
@@ -23,8 +23,8 @@ Array: TypeAlias = npt.NDArray[Any]
 class ShardedKVCache:
     """Keys and values of one attention layer, sharded by position over the ranks of a communicator.
 
-    Every rank makes the same calls in the same order. `append` and `truncate` send nothing; an argument that is
-    wrong on one rank of several is reported by the next `decode` or `prefill`, on every rank.
+    Every rank makes the same calls in the same order; making one is collective too. `append` and `truncate` send
+    nothing; what goes wrong there on one rank of several is reported by the next `decode` or `prefill`, on every rank.
 
     Parameters
     ----------
@@ -42,6 +42,11 @@ class ShardedKVCache:
         Most tokens that all ranks together may hold. Memory is taken as tokens come.
     layout : str
         "bhtd" (batch, heads, tokens, width) or "bthd", of everything passed in and given back.
+
+    Raises
+    ------
+    InputError
+        On every rank, if an argument is wrong on any, or differs.
 
     Examples
     --------
@@ -70,16 +75,28 @@ class ShardedKVCache:
         layout: str = "bhtd",
     ) -> None:
         self.comm: TreeComm = as_tree_comm(comm)
-        self.batch = _count("batch", batch)
-        self.kv_heads = _count("kv_heads", kv_heads)
-        self.head_dim = _count("head_dim", head_dim)
-        self.v_head_dim = self.head_dim if v_head_dim is None else _count("v_head_dim", v_head_dim)
-        self.capacity = _count("capacity", capacity)
-        self.dtype = _storage_dtype(dtype)
-        self.layout: Layout = check_layout(layout)
-        self._ledger = Ledger(self.comm.size, _count("block_size", block_size))
         self._pending: Exception | None = None
-        self._allocate(min(self.capacity, -(-self.capacity // self.comm.size) + block_size))
+        error, settings = None, {}
+        try:
+            self.batch = _count("batch", batch)
+            self.kv_heads = _count("kv_heads", kv_heads)
+            self.head_dim = _count("head_dim", head_dim)
+            self.v_head_dim = self.head_dim if v_head_dim is None else _count("v_head_dim", v_head_dim)
+            self.capacity = _count("capacity", capacity)
+            self.dtype = _storage_dtype(dtype)
+            self.layout: Layout = check_layout(layout)
+            self._ledger = Ledger(self.comm.size, _count("block_size", block_size))
+            self._allocate(min(self.capacity, -(-self.capacity // self.comm.size) + self._ledger.block_size))
+            settings = self._settings()
+        except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
+            error = wrong
+        self.comm.consult("ShardedKVCache", tuple(settings.items()), {}, error)
+
+    def _settings(self) -> dict[str, Any]:
+        """Give what must be the same on every rank, lest they deal tokens differently."""
+        names = ("batch", "kv_heads", "head_dim", "v_head_dim", "capacity", "layout")
+        chosen = {name: getattr(self, name) for name in names}
+        return {**chosen, "dtype": self.dtype.name, "block_size": self._ledger.block_size}
 
     @property
     def length(self) -> int:
@@ -126,15 +143,11 @@ class ShardedKVCache:
         try:
             k, v = self._tokens(k, v)
             self._check_room(k.shape[2])
-        except InputError as error:
+        except Exception as error:
             self._defer(error)
             return
         start = self.length
-        own = self._own(self._ledger.append(k.shape[2]))
-        at = self._reserve(own)
-        for part in own:
-            piece = slice(part.start - start, part.stop - start)
-            at = self._store(at, part, k[:, :, piece], v[:, :, piece])
+        self._keep(start, self._ledger.append(k.shape[2]), k, v)
 
     def prefill(self, k: Any, v: Any) -> None:
         """Add the next tokens, of which each rank passes, and keeps, its own consecutive piece; collective.
@@ -155,16 +168,14 @@ class ShardedKVCache:
         error = self._take_pending()
         try:
             k, v = self._tokens(k, v)
-        except InputError as wrong:
+        except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
             error = error or wrong
         tokens = 0 if error else k.shape[2]
         fields = (("cache length", self.length),)
         lengths = [each["tokens"] for each in self.comm.consult("prefill", fields, {"tokens": tokens}, error)]
         self._check_room(sum(lengths))
-        own = self._own(self._ledger.prefill(lengths))
-        at = self._reserve(own)
-        for part in own:
-            self._store(at, part, k, v)
+        start = self.length + sum(lengths[: self.comm.rank])
+        self._keep(start, self._ledger.prefill(lengths), k, v)
 
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on, on every rank.
@@ -177,7 +188,7 @@ class ShardedKVCache:
         try:
             if not 0 <= _whole("length", length) <= self.length:
                 raise InputError.of("length", expected=f"0 to {self.length}, the tokens in the cache", got=length)
-        except InputError as error:
+        except Exception as error:
             self._defer(error)
             return
         self._ledger.truncate(int(length))
@@ -218,7 +229,7 @@ class ShardedKVCache:
             return_lse=return_lse,
             sink=sink,
             backend=backend,
-            shared=(("cache length", self.length),),
+            shared=(("cache length", self.length), ("tokens of each rank", tuple(self._ledger.counts))),
         )
 
         def arguments() -> Arguments:
@@ -265,7 +276,8 @@ class ShardedKVCache:
         out, lse
             As `treeattn.prefill`: this rank's rows.
         """
-        self.comm.consult("attend", (("cache length", self.length),), {}, self._take_pending())
+        same = (("cache length", self.length), ("tokens of each rank", tuple(self._ledger.counts)))
+        self.comm.consult("attend", same, {}, self._take_pending())
         return prefill(
             q,
             self._held(self._k),
@@ -286,7 +298,8 @@ class ShardedKVCache:
 
     def _placed(self, q: Any, q_pos: Any, causal: Any, window: Any) -> dict[str, Any]:
         """Position options; none for one query on the last token, which sees every key there is."""
-        tokens = np.shape(q)[self.layout.index("t")] if np.ndim(q) == 4 else 1
+        shape = to_array("q", q).shape
+        tokens = shape[self.layout.index("t")] if len(shape) == 4 else 1
         if q_pos is None and tokens == 1 and window is None:
             return {}
         if q_pos is None:
@@ -319,7 +332,7 @@ class ShardedKVCache:
             )
             raise InputError.of("k", expected=expected, got=tokens)
 
-    def _defer(self, error: InputError) -> None:
+    def _defer(self, error: Exception) -> None:
         """Raise at once where there is nobody else; else keep the first error for the next collective call."""
         if self.comm.size == 1:
             raise error
@@ -335,8 +348,18 @@ class ShardedKVCache:
         self._v = np.empty((self.batch, self.kv_heads, tokens, self.v_head_dim), self.dtype)
         self._positions = np.empty(tokens, np.int64)
 
-    def _own(self, parts: list[Segment]) -> list[Segment]:
-        return [part for part in parts if part.owner == self.comm.rank]
+    def _keep(self, start: int, dealt: list[Segment], k: Array, v: Array) -> None:
+        """Store this rank's parts of what was dealt; ``k`` and ``v`` begin at position ``start``."""
+        own = [part for part in dealt if part.owner == self.comm.rank]
+        try:
+            at = self._reserve(own)
+            for part in own:
+                piece = slice(part.start - start, part.stop - start)
+                at = self._store(at, part, k[:, :, piece], v[:, :, piece])
+        except Exception as error:  # out of memory: the others, who have theirs, must hear of it
+            if dealt:
+                self._ledger.truncate(dealt[0].start)
+            self._defer(error)
 
     def _reserve(self, new: list[Segment]) -> int:
         """Make room for parts that the ledger has just dealt to this rank; give the index of the first."""
@@ -352,7 +375,7 @@ class ShardedKVCache:
     def _store(self, at: int, part: Segment, k: Array, v: Array) -> int:
         """Write a part from index ``at`` on; give the index behind it."""
         end = at + len(part)
-        self._k[:, :, at:end], self._v[:, :, at:end] = k, v
+        self._k[:, :, at:end], self._v[:, :, at:end] = cast(k, self.dtype), cast(v, self.dtype)
         self._positions[at:end] = np.arange(part.start, part.stop)
         return end
 

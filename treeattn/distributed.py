@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from treeattn.agreement import Attempt, Signature
+from treeattn.arrays import to_numpy
 from treeattn.comm import TreeComm, as_tree_comm
 from treeattn.devices import give, on_device
 from treeattn.errors import InputError
@@ -125,8 +126,8 @@ class Decoding:
     comm : TreeComm
     root, return_lse, sink, backend
         As in `decode`.
-    shared : tuple of (str, int)
-        More numbers that every rank must agree on, by the names that an error would call them.
+    shared : tuple of (str, value)
+        More that every rank must agree on, by the names that an error would call it; values that JSON can carry.
     """
 
     comm: TreeComm
@@ -134,7 +135,7 @@ class Decoding:
     return_lse: bool = False
     sink: Any = None
     backend: Any = None
-    shared: tuple[tuple[str, int], ...] = ()
+    shared: tuple[tuple[str, Any], ...] = ()
 
     def __call__(self, arguments: Callable[[], Arguments]) -> Any:
         """Run it; what ``arguments`` raises, like any other local failure, is raised on every rank."""
@@ -153,9 +154,9 @@ class Decoding:
 
     def _computed(self, q: Any, k: Any, v: Any, options: Options) -> tuple[Attempt, Callable[[PartialState], Any]]:
         check_root(self.root, self.comm.size)
-        if self.comm.size > 1:
-            check_positions(options)
         spec, state = compute_state(q, k, v, options, self.backend)
+        if self.comm.size > 1 and spec.positional:
+            check_positions(options)
         sink = sink_logits(self.sink, spec.q_heads, spec.state_dtype)
         shared = (*self.shared, *fingerprints(q, sink))
         check, details = (_digest(repr(shared).encode()), lambda: dict(shared)) if shared else (0, None)
@@ -193,8 +194,6 @@ def check_root(root: Any, size: int) -> None:
 
 def check_positions(options: Options) -> None:
     """Refuse causal and window without global positions, on several ranks."""
-    if not options.causal and options.window is None:
-        return
     for name in ("q_pos", "kv_pos"):
         if getattr(options, name) is None:
             expected = "global positions, since causal and window are about the whole sequence"
@@ -207,7 +206,7 @@ def fingerprints(q: Any, sink: Any) -> tuple[tuple[str, int], ...]:
     if sink is not None:
         found.append(("sink", _array_digest(sink)))
     if os.environ.get("TREEATTN_CHECK") == "1":
-        found.append(("q", _array_digest(give(q, "numpy") if on_device(q) else np.asarray(q))))
+        found.append(("q", _array_digest(give(q, "numpy") if on_device(q) else to_numpy("q", q))))
     return tuple(found)
 
 

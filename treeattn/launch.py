@@ -101,10 +101,14 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
     """
     environ = os.environ if environ is None else environ
     for launcher, rank, size, local_rank in _LAUNCHERS:
-        if rank in environ and size in environ:
-            local = environ.get(local_rank)
-            return Launched(launcher, int(environ[rank]), int(environ[size]), None if local is None else int(local))
+        found = [_number(environ.get(name)) for name in (rank, size, local_rank)]
+        if found[0] is not None and found[1] is not None:
+            return Launched(launcher, found[0], found[1], found[2])
     return None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.strip().isdecimal() else None
 
 
 def find_runtime() -> Runtime:
@@ -270,7 +274,7 @@ def abort(message: str, status: int = 1) -> NoReturn:
         The exit status.
     """
     if message:
-        os.write(2, f"{rank_tag()}{message.rstrip()}\n".encode())
+        os.write(2, f"{rank_tag()}{message.rstrip()}\n".encode(errors="backslashreplace"))
     if (world := _world()) is not None:
         sys.stdout.flush()
         world.Abort(status)

@@ -69,12 +69,16 @@ class Ledger:
         return dealt
 
     def truncate(self, length: int) -> None:
-        """Forget every position from ``length`` on; a block that is cut takes no more tokens."""
+        """Forget every position from ``length`` on; the block that is then the last takes no more tokens.
+
+        It takes none even where it was not cut: what follows must not depend on how far this rank was ahead, since
+        ranks that disagreed about their lengths are cut back to one.
+        """
         while self.segments and self.segments[-1].start >= length:
             self._pop()
-        if self.length > length:
-            cut = self._pop()
-            self._add(Segment(cut.start, length, cut.owner))
+        if self.segments:
+            last = self._pop()
+            self._add(Segment(last.start, min(last.stop, length), last.owner))
 
     def _deal(self, tokens: int) -> Segment:
         """Give the next positions of one block: of the open one if there is one, else of a new one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -204,6 +205,7 @@ def _free_before_finalize() -> None:
     """Have what is not freed by then freed when MPI ends, and never by the garbage collector."""
     mpi = import_mpi()
     mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_free_all), True)
+    atexit.register(_end_failed_job)
 
 
 def _free_all(*_: Any) -> None:
@@ -212,14 +214,21 @@ def _free_all(*_: Any) -> None:
         transport.free()
 
 
+def _end_failed_job() -> None:
+    """End the job if an exception has ended this rank, whose traceback is out: Finalize would wait for the others."""
+    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    if failed and any(transport.size > 1 for transport in _live):
+        _end_job("an exception ended this rank, for which others may wait: ending the job")
+
+
 @cache
 def _abort_at_exit() -> None:
-    atexit.register(_end_job)
+    atexit.register(_end_job, "an operation between ranks was cut short: ending the job")
 
 
-def _end_job() -> None:
+def _end_job(reason: str) -> None:
     try:
-        abort("an operation between ranks was cut short: ending the job")
+        abort(reason)
     finally:
         os._exit(1)  # where Abort comes back before the launcher ends us: what follows would be Finalize
 

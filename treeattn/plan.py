@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Literal, TypeAlias
 
+from treeattn.errors import InputError
+
 __all__ = ["HEADER_BYTES", "Merge", "Message", "Plan", "Prediction", "Radices", "RankRound", "Round", "Stats", "Usage"]
 
 HEADER_BYTES = 32
@@ -41,6 +43,11 @@ class Radices:
     inside: int | None = None
     between: int | None = None
     flat: bool = False
+
+    def __post_init__(self) -> None:
+        for name, radix in (("inside", self.inside), ("between", self.between)):
+            if radix is not None and (not isinstance(radix, int) or isinstance(radix, bool) or radix < 2):
+                raise InputError.of(name, expected="a number of at least 2, or None for all", got=repr(radix))
 
     def __str__(self) -> str:
         between = "all" if self.between is None else self.between

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, zip_longest
+from numbers import Integral
 from typing import Any, TypeAlias
 
 from treeattn.errors import InputError
@@ -99,10 +100,10 @@ def parse_radices(plan: Any) -> Radices | None:
 def _radix(value: Any) -> int | None:
     if value is None or value == "all":
         return None
-    number = int(value) if isinstance(value, str) and value.strip().isdigit() else value
-    if not isinstance(number, int) or isinstance(number, bool) or number < 2:
+    number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    if not isinstance(number, Integral) or isinstance(number, bool) or number < 2:
         raise InputError.of("plan", expected='each radix a number of at least 2, or "all"', got=repr(value))
-    return number
+    return int(number)
 
 
 def _refuse_plan(plan: Any) -> Radices:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import index
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -143,7 +144,8 @@ class PartialState:
             Where the state lives; the CPU by default.
         """
         ops = _ops(backend)
-        packed = ops.empty((*_state_shape(shape)[:3], shape[3] + 2), _state_dtype(dtype))
+        *rows, width = _state_shape(shape)
+        packed = ops.empty((*rows, width + 2), _state_dtype(dtype))
         ops.fill_identity(packed)
         return cls(packed, ops)
 
@@ -196,19 +198,23 @@ class PartialState:
         out : array (B, Hq, Tq, Dv)
             Normalised output; what it holds where ``lse`` is -inf does not matter.
         lse : array (B, Hq, Tq)
+            Where it is NaN or +inf, so that the sum it stands for is lost, the state's row finishes to NaN.
         base : "e" or 2
             Base of the logarithm in ``lse``.
         """
-        out, lse = np.asarray(out), np.asarray(lse)
+        out, lse = _host_floats("out", out), _host_floats("lse", lse)
         dtype = "float64" if np.float64 in (out.dtype, lse.dtype) else "float32"
-        if lse.shape != _state_shape(out.shape)[:3]:
+        if out.ndim != 4:
+            expected = "four axes (batch, query heads, query tokens, width)"
+            raise InputError.of("out", expected=expected, got=f"shape {out.shape}")
+        if lse.shape != out.shape[:3]:
             raise InputError.of("lse", expected=f"shape {out.shape[:3]}, as out has", got=f"shape {lse.shape}")
         ops = _ops(None)
         packed = ops.empty((*out.shape[:3], out.shape[3] + 2), dtype)
-        m = lse.astype(dtype) * np.dtype(dtype).type(_log_of_base(base))
+        m = cast(lse, dtype) * np.dtype(dtype).type(_log_of_base(base))
         seen = m != -math.inf
         packed[..., :-2] = np.where(seen[..., None], out, 0)
-        packed[..., -2], packed[..., -1] = seen, m
+        packed[..., -2], packed[..., -1] = np.where(m < math.inf, seen, math.nan), m
         return cls(packed, ops)
 
 
@@ -234,12 +240,18 @@ def merge(states: Iterable[PartialState], *, out: PartialState | None = None) ->
     >>> treeattn.merge([empty, empty]).l.tolist()
     [[[0.0], [0.0]]]
     """
-    states = list(states)
+    states = _listed(states)
     _check_mergeable(states)
     first = states[0]
     packed = buffer_for(out, first._packed.shape, first.dtype.name, first.ops)
     first.ops.merge(packed, [state._packed for state in states])
     return PartialState(packed, first.ops) if out is None else out
+
+
+def _listed(states: Any) -> list[PartialState]:
+    if isinstance(states, Iterable):
+        return list(states)
+    raise InputError.of("states", expected="an iterable of states", got=type(states).__name__)
 
 
 def _check_mergeable(states: list[PartialState]) -> None:
@@ -289,21 +301,37 @@ def _ops(backend: Any) -> StateOps:
     return find(backend).ops
 
 
-def _state_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(shape) != 4:
-        raise InputError.of("shape", expected="(batch, query heads, query tokens, width of v)", got=shape)
-    return tuple(shape)
+def _host_floats(name: str, value: Any) -> Array:
+    array = to_numpy(name, value)
+    return array if array.dtype.kind in "iu" else as_array(name, array, FLOAT_DTYPES)
 
 
-def _state_dtype(dtype: npt.DTypeLike) -> str:
-    name = str(np.dtype(dtype).name)
+def _state_shape(shape: Any) -> tuple[int, int, int, int]:
+    try:
+        batch, heads, tokens, width = map(index, shape)
+    except (TypeError, ValueError):
+        batch = heads = tokens = width = -1
+    if min(batch, heads, tokens, width) < 0:
+        raise InputError.of("shape", expected="(batch, query heads, query tokens, width of v)", got=repr(shape))
+    return batch, heads, tokens, width
+
+
+def _state_dtype(dtype: Any) -> str:
+    name = _dtype_name(dtype)
     if name not in ("float32", "float64"):
-        raise InputError.of("dtype", expected="float32 or float64", got=name)
+        raise InputError.of("dtype", expected="float32 or float64", got=repr(dtype))
     return name
 
 
+def _dtype_name(dtype: Any) -> str:
+    try:
+        return str(np.dtype(dtype).name)
+    except TypeError:  # NumPy knows no such type, though ml_dtypes may
+        return str(dtype)
+
+
 def _out_dtype(dtype: Any) -> np.dtype[Any]:
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    name = _dtype_name(dtype)
     if name not in FLOAT_DTYPES:
         raise InputError.of("dtype", expected=", ".join(FLOAT_DTYPES), got=repr(dtype))
     return narrow_dtype(name)

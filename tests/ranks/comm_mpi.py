@@ -64,6 +64,14 @@ def silent():
     time.sleep(1 if comm.rank == 0 else 300)  # rank 0 leaves when the others have spoken, and that ends the rest
 
 
+def raises():
+    """The last rank fails outside of any call, and no hook is installed."""
+    comm = treeattn.TreeComm()
+    if comm.rank == comm.size - 1:
+        raise ValueError("the last rank has had enough")
+    comm.allreduce(state(comm.rank))
+
+
 def refused():
     """A launcher that MPI knows nothing of."""
     try:
@@ -73,4 +81,4 @@ def refused():
 
 
 if __name__ == "__main__":
-    {"bare": bare, "hosts": hosts, "silent": silent, "refused": refused}[sys.argv[1]]()
+    {"bare": bare, "hosts": hosts, "silent": silent, "raises": raises, "refused": refused}[sys.argv[1]]()

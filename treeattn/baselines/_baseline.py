@@ -243,9 +243,9 @@ class Baseline(ABC):
     ) -> tuple[Fields, Spec, Args, Holding, Any, Backend]:
         """Validate this rank's arguments; give what must be the same everywhere, and what others must know."""
         check_root(root, comm.size)
-        if comm.size > 1:
-            check_positions(options)
         spec, args = resolve(q, k, v, options)
+        if comm.size > 1 and spec.positional:
+            check_positions(options)
         _check_on_host(args)
         backend = find(following(spec) if backend is None else backend, spec)
         if reason := self.refusal(spec, comm.size):

@@ -45,6 +45,8 @@ def _sentence(error: Exception) -> str:
         return error.format_message()
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}" if str(error) else "not enough memory"
     if isinstance(error, (TreeattnError, OSError)):
         return " ".join(str(error).split())
     return f"unexpected {type(error).__name__}: {error} (--debug shows where)"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -35,6 +39,14 @@ def read_window(ctx: click.Context, param: click.Parameter, value: str | None) -
     return left, right
 
 
+def read_json_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuse a file in a folder that is not there, before any work is done for it; rank 0 is to write it."""
+    here = launched()
+    if value not in (None, "-") and (here is None or here.rank == 0) and not Path(value).absolute().parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), value)
+    return value
+
+
 def plan_options(command: Command) -> Command:
     """Add --hosts, --plan and --deterministic: who shares a host, and which tree is used."""
     for option in (
@@ -51,9 +63,8 @@ def plan_options(command: Command) -> Command:
 def json_option(command: Command) -> Command:
     """Add --json: where to write what the table says, for programs."""
     writable = click.Path(dir_okay=False, writable=True, allow_dash=True)
-    return click.option("--json", "json_file", type=writable, help="Write the results here as JSON; - is stdout.")(
-        command
-    )
+    text = "Write the results here as JSON; - is stdout."
+    return click.option("--json", "json_file", type=writable, callback=read_json_file, help=text)(command)
 
 
 def on_ranks(
@@ -76,11 +87,18 @@ def on_ranks(
                 check(**options)
             if ranks is None or _among(ranks):
                 return command(**options)
-            return run(ranks, ["-m", "treeattn", *click.get_current_context().find_root().obj])
+            return run(ranks, [*_this_command(), *click.get_current_context().find_root().obj])
 
         return with_ranks
 
     return decorate
+
+
+def _this_command() -> list[str]:
+    """Give what starts this command anew; like the command itself, it imports from the current folder only if asked."""
+    if sys.path[0] in ("", os.getcwd()):
+        return ["-m", "treeattn"]
+    return ["-c", "import sys; sys.path = list(filter(None, sys.path)); from treeattn.cli import main; main()"]
 
 
 def _among(ranks: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,17 @@ from treeattn.launch import launched
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "counts", "escape", "print_rows", "size", "write_json"]
+__all__ = ["console", "counts", "drawable", "escape", "print_rows", "size", "write_json"]
+
+_PLAIN = {"└": "`", "├": "|", "─": "-", "↔": "<->", "→": "->", "×": " x "}
 
 
 def console(json_file: str | None) -> Console:
     """Give where rank 0 prints: nowhere if JSON has standard output to itself."""
     from rich.console import Console
 
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a label that it can't show is no reason to show nothing
     # Launchers give ranks a terminal of their own, whatever reads their output in the end.
     plain = None if launched() is None else False
     return Console(quiet=json_file == "-", force_terminal=plain, highlight=False)
@@ -42,6 +47,15 @@ def escape(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
+
+
+def drawable(text: str, encoding: str) -> str:
+    """Give a drawing in ASCII where ``encoding`` has no lines and arrows."""
+    try:
+        "└├─↔→×".encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate({ord(drawn): plain for drawn, plain in _PLAIN.items()})
+    return text
 
 
 def counts(number: float, unit: str = "") -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from treeattn.cli.options import json_option, on_ranks, plan_options
-from treeattn.cli.output import console, counts, print_rows, write_json
+from treeattn.cli.output import console, counts, drawable, print_rows, write_json
 from treeattn.errors import InputError
 from treeattn.launch import launched
 
@@ -56,7 +56,7 @@ def topology(
     if rank == 0:
         results = _results(tree, payload)
         to = console(json_file)
-        to.print(tree.draw(), markup=False)
+        to.print(drawable(tree.draw(), to.encoding), markup=False)
         print_rows(to, f"\nOne merge of states of {counts(payload)} bytes", _rows(results))
         write_json(json_file, results)
     return 0

@@ -6,6 +6,7 @@ can make any part again, and the whole does not depend on how many ranks there a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import narrow_dtype
+from treeattn.errors import InputError
 from treeattn.inputs import Options, resolve
 
 if TYPE_CHECKING:
@@ -87,8 +89,11 @@ class Workload:
         Raises
         ------
         InputError
-            Heads, window or softcap make no sense.
+            Heads, window or softcap make no sense, or no address is large enough.
         """
+        largest = 8 * max(self.batch * self.kv_heads * self.tokens, self._rows) * (self.head_dim + self.v_head_dim)
+        if largest > sys.maxsize:
+            raise InputError.of("sizes", expected=f"arrays of at most {sys.maxsize:,} bytes", got=f"{largest:,}")
         resolve(self.query(), *self.cache(0, 0), Options(**self.options(0)))
 
     def span(self, rank: int, size: int) -> tuple[int, int]:
