@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.agreement import Header
-from treeattn.plan import HEADER_BYTES, Plan, RankRound, Stats
+from treeattn.plan import HEADER_BYTES, Plan, RankRound, Stats, Usage
 from treeattn.state import PartialState, StateOps
 from treeattn.transport import Bytes, Transport
 
@@ -26,6 +26,7 @@ class Tally:
         self._sent = [0, 0, 0, 0]
         self._rounds = [0, 0]
         self.collectives = 0
+        self.usage = Usage()
 
     def sent(self, dest: int, size: int) -> None:
         """Count one message."""
@@ -38,8 +39,12 @@ class Tally:
 
     def ran(self, plan: Plan) -> None:
         """Count the rounds of a plan, in all and between hosts."""
-        self._rounds[0] += len(plan.rounds)
-        self._rounds[1] += plan.rounds_between
+        self.rounds(len(plan.rounds), plan.rounds_between)
+
+    def rounds(self, number: int, between: int) -> None:
+        """Count rounds, and those of them in which any message goes between hosts."""
+        self._rounds[0] += number
+        self._rounds[1] += between
 
     @property
     def stats(self) -> Stats:
@@ -134,6 +139,7 @@ class Exchange:
         self.plan = plan
         self._transport, self._tally = transport, tally
         self._records = Records(plan.records(transport.rank), shape, dtype)
+        self._usage = Usage(self._records.buffer.nbytes)
         self._alone = self._records.cut(0, 0)  # record 0's header, the whole message of a rank with no payload
         self._rounds = [self._prepare(step) for step in plan.steps(transport.rank)]
 
@@ -180,6 +186,7 @@ class Exchange:
                 for sources in step.merges:
                     self._records.merge(state, sources)
         self._tally.ran(self.plan)
+        self._tally.usage = self._usage
         return header
 
     def _swap(self, step: _Round, full: bool) -> None:

@@ -34,6 +34,8 @@ class Transport(ABC):
     size: int
     timeout: float
     """Seconds that a wait may take; 0 waits for ever."""
+    native_allreduce = False
+    """Whether `allreduce` does anything."""
 
     @abstractmethod
     def isend(self, data: Bytes, dest: int, tag: int) -> Any:
@@ -62,6 +64,16 @@ class Transport(ABC):
     @abstractmethod
     def allgather(self, data: bytes) -> list[bytes]:
         """Give every rank's ``data``, all of one length, by rank."""
+
+    def allreduce(self, array: Any, operation: str) -> bool:
+        """Reduce a contiguous float array in place, by "max" or "sum", if the runtime has a call for that.
+
+        Returns
+        -------
+        bool
+            False where it has none, and nothing was done.
+        """
+        return False
 
     @abstractmethod
     def dup(self) -> Transport:

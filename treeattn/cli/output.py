@@ -14,7 +14,7 @@ from treeattn.launch import launched
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "counts", "drawable", "escape", "print_rows", "write_json"]
+__all__ = ["console", "counts", "drawable", "escape", "print_rows", "size", "write_json"]
 
 _PLAIN = {"└": "`", "├": "|", "─": "-", "↔": "<->", "→": "->", "×": " x "}
 
@@ -63,6 +63,12 @@ def drawable(text: str, encoding: str) -> str:
 def counts(number: float, unit: str = "") -> str:
     """Write a count with its thousands apart."""
     return f"{number:,.0f}{unit and ' ' + unit}"
+
+
+def size(nbytes: float) -> str:
+    """Write bytes with three digits and a unit of 1000s."""
+    power = next((power for power in range(4) if nbytes < 999.5 * 1000**power), 4)
+    return f"{nbytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def write_json(json_file: str | None, results: Mapping[str, Any]) -> None:
