@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from treeattn import cli
-from treeattn.cli.comparison import ALGORITHMS
+from treeattn.cli.contender import ALGORITHMS
 from treeattn.cli.workload import Workload
 
 SMALL = (

@@ -43,7 +43,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
 
 
 def _algorithms(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
-    from treeattn.cli.comparison import ALGORITHMS
+    from treeattn.cli.contender import ALGORITHMS
 
     names = tuple(ALGORITHMS) if value == "all" else tuple(word.strip() for word in value.split(","))
     if unknown := [name for name in names if name not in ALGORITHMS]:

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-import treeattn
-from treeattn.baselines import BASELINES, Baseline, Ulysses
+from treeattn.cli.contender import Contender, contender
 from treeattn.errors import InputError
-from treeattn.inputs import Options
 from treeattn.plan import Stats
 
 if TYPE_CHECKING:
@@ -22,13 +20,9 @@ if TYPE_CHECKING:
     from treeattn.comm import TreeComm
     from treeattn.emulation import Clock
 
-__all__ = ["ALGORITHMS", "Row", "Timing", "compare"]
+__all__ = ["Row", "Timing", "compare"]
 
 Array: TypeAlias = npt.NDArray[Any]
-
-WITH_REPLICATION = Ulysses(replicate_kv=True)
-ALGORITHMS: dict[str, Baseline | None] = {"tree": None, **BASELINES, WITH_REPLICATION.name: WITH_REPLICATION}
-"""Every algorithm by name; the tree is `treeattn.decode`."""
 
 
 @dataclass(frozen=True)
@@ -109,68 +103,37 @@ class Timing:
     head_start: float = 0.0
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One algorithm's step over one rank's shard, and what it is stated to send."""
-
-    step: Callable[[], Any]
-    stated: Callable[[], Stats]
-    plan: str = ""
-
-
 def compare(
     comm: TreeComm, works: Sequence[Workload], algorithms: Sequence[str], backend: str | None, timing: Timing
 ) -> Iterator[Row]:
     """Run every algorithm on every workload; collective, and every rank gets the rows."""
     for work in works:
-        start, stop = work.span(comm.rank, comm.size)
-        shard = work.query(), *work.cache(start, stop)
         right = _right(comm, work)
         for name in algorithms:
             row = partial(Row, name, comm.size, len(set(comm.hosts)), work.tokens, work.batch, work.state_bytes)
             try:
-                contender = _contender(comm, work, name, shard, work.options(start), backend)
+                found = contender(comm, work, name, backend=backend)
             except InputError as reason:  # on every rank alike
                 yield row(refused=str(reason).partition(" (rank")[0])
             else:
-                yield row(**_measured(comm, contender, right, timing), paper_bytes=_paper_bytes(work, name, comm.size))
+                yield row(**_measured(comm, found, right, timing), paper_bytes=_paper_bytes(work, name, comm.size))
 
 
-def _contender(
-    comm: TreeComm, work: Workload, name: str, shard: tuple[Any, ...], options: dict[str, Any], backend: str | None
-) -> Contender:
-    """Agree on an algorithm's call."""
-    baseline = ALGORITHMS[name]
-    if baseline is None:
-        plan, rank = comm.plan_for(work.state_bytes), comm.rank
-        step = partial(treeattn.decode, *shard, comm=comm, backend=backend, **options)
-        step()  # agrees: later steps send the plan's messages and nothing else
-        return Contender(step, lambda: plan.predict(work.state_bytes).per_rank[rank], str(plan))
-    q, k, v = shard
-    prepared = baseline.prepare(q, k, v, Options(**options), comm=comm, backend=backend)
-
-    def run() -> Any:
-        prepared.run()
-        return prepared.deliver()
-
-    return Contender(run, lambda: baseline.cost(prepared.problem).stats(comm.rank))
-
-
-def _measured(comm: TreeComm, contender: Contender, right: tuple[Array, float], timing: Timing) -> dict[str, Any]:
+def _measured(comm: TreeComm, found: Contender, right: tuple[Array, float], timing: Timing) -> dict[str, Any]:
     before = comm.stats
-    out = contender.step()
+    out = found.step()
     counted, peak = comm.stats - before, comm.usage.peak_bytes
     for _ in range(timing.warmup - 1):
-        contender.step()
+        found.step()
     own = {
-        "seconds": [_timed(comm, contender.step, timing) for _ in range(timing.repeats)],
+        "seconds": [_timed(comm, found.step, timing) for _ in range(timing.repeats)],
         "counted": asdict(counted),
-        "stated": counted == contender.stated(),
+        "stated": counted == found.stated(),
         "peak": peak,
         "error": float(np.max(np.abs(out.astype(np.float64) - right[0]), initial=0)),
     }
     ranks = comm.consult("a row of the comparison", (), own)
-    return {**_times(ranks), **_counts(ranks), "limit": right[1], "plan": contender.plan}
+    return {**_times(ranks), **_counts(ranks), "limit": right[1], "plan": found.plan}
 
 
 def _timed(comm: TreeComm, step: Callable[[], Any], timing: Timing) -> float:

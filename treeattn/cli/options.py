@@ -15,7 +15,7 @@ import click
 from treeattn.errors import InputError
 from treeattn.launch import launched, run
 
-__all__ = ["json_option", "on_ranks", "plan_options", "read_window"]
+__all__ = ["json_option", "on_ranks", "plan_options", "read_algorithm", "read_window"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -37,6 +37,15 @@ def read_window(ctx: click.Context, param: click.Parameter, value: str | None) -
     except ValueError:
         raise click.BadParameter(f"expected LEFT,RIGHT, each a number or none, got {value!r}") from None
     return left, right
+
+
+def read_algorithm(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Refuse an algorithm that there is not."""
+    from treeattn.cli.contender import ALGORITHMS
+
+    if value not in ALGORITHMS:
+        raise click.BadParameter(f"expected one of {', '.join(ALGORITHMS)}, got {value!r}")
+    return value
 
 
 def read_json_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
