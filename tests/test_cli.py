@@ -152,6 +152,11 @@ def test_every_output_can_show_a_tree(encoding):
     assert ("\\xfc" if encoding == "ascii" else "ü") + "\\udcff" in ended.stdout
 
 
+def test_a_terminal_without_width_is_taken_for_a_usual_one(treeattn, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "rank 1" in treeattn("topology", "--hosts", "a,a").out
+
+
 def test_topology_predicts_what_the_plan_does(treeattn):
     ended = treeattn(
         "topology", "--hosts", "a,b,a,c", "--plan", "2,2", "--payload", "500", "--root", "2", "--json", "-"
@@ -214,7 +219,11 @@ def test_doctor_tells_of_a_launcher_that_does_not_belong_to_the_library(mpirun):
         (["decode", "--q-heads", "3", "--kv-heads", "2"], 1, "k: expected a number of heads that divides q's 3, got 2"),
         (["decode", "--head-dim", "0"], 2, "Invalid value for '--head-dim'"),
         (["decode", "--dtype", "int3"], 2, "Invalid value for '--dtype'"),
-        (["decode", "--algorithm", "ring"], 2, "Invalid value for '--algorithm': 'ring' is not 'tree'"),
+        (
+            ["decode", "--algorithm", "bush"],
+            2,
+            "Invalid value for '--algorithm': expected one of tree, ring, ring_query",
+        ),
         (["decode", "--backend", "abacus"], 1, "backend: expected one of 'cpu'"),
         (["decode", "--softcap", "-1"], 1, "softcap: expected a positive number"),
         (["decode", "--softcap", "nan"], 1, "softcap: expected"),
@@ -231,6 +240,7 @@ def test_doctor_tells_of_a_launcher_that_does_not_belong_to_the_library(mpirun):
         (["decode", "--hosts", "a,b"], 1, "hosts: expected 1 labels, one per rank, got 2 (a, b)"),
         (["decode", "--hosts", "a,,b"], 2, "Invalid value for '--hosts': expected labels between commas"),
         (["decode", "--ranks", "0"], 2, "Invalid value for '--ranks'"),
+        (["decode", "--json", ""], 2, "Invalid value for '--json': expected a file, or - for standard output"),
         (["decode", "--json", "/nowhere/results.json"], 1, "/nowhere/results.json: No such file or directory"),
         (["topology", "--hosts", "a,b", "--root", "2"], 1, "--root: expected a rank from 0 to 1, got 2"),
     ],
@@ -272,6 +282,17 @@ def test_decode_under_mpirun(mpirun):
     assert results["verdict"]["error"] <= results["verdict"]["limit"]
     state = 4 * (8 + 2) * 4
     assert results["paper_bytes_per_rank"] == 2 * 2 * state // 3
+
+
+def test_decode_by_a_baseline_under_mpirun(mpirun):
+    job = mpirun(
+        ("-m", "treeattn", "decode", *SMALL, "--algorithm", "ring", "--root", "1", "--verify", "--json", "-"), 3
+    )
+    results = json.loads(job.stdout)
+    assert (results["algorithm"], results["plan"]) == ("ring", "")
+    assert results["counted"] == results["predicted"]
+    assert results["counted"]["rounds"] == 2
+    assert results["verdict"]["error"] <= results["verdict"]["limit"]
 
 
 def test_ranks_starts_mpirun_and_passes_its_status_on(mpirun):

@@ -357,6 +357,8 @@ def test_a_plan_made_by_hand_is_taken():
 def test_the_timeout_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("TREEATTN_TIMEOUT", "never")
     assert message_of(TreeComm) == "TREEATTN_TIMEOUT: expected seconds, 0 for no limit, got 'never'"
+    monkeypatch.setenv("TREEATTN_TIMEOUT", "")
+    assert TreeComm()._channel.transport.timeout == 300
     monkeypatch.setenv("TREEATTN_TIMEOUT", "12.5")
     assert TreeComm()._channel.transport.timeout == 12.5
 

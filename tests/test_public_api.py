@@ -24,10 +24,10 @@ from treeattn.inputs import Options
 
 ROOT = Path(treeattn.__file__).parent
 PUBLIC = [
-    "PartialState", "ShardedKVCache", "TreeComm", "attention", "backends", "decode", "energy", "errors", "kernels",
-    "merge", "partial_attention", "testing",
+    "PartialState", "ShardedKVCache", "TreeComm", "attention", "backends", "baselines", "decode", "energy", "errors",
+    "kernels", "merge", "partial_attention", "prefill", "testing", "zigzag",
 ]  # fmt: skip
-SUBMODULES = {"backends", "errors", "kernels", "testing"}
+SUBMODULES = {"backends", "baselines", "errors", "kernels", "testing"}
 CALLABLE = [name for name in PUBLIC if name not in SUBMODULES]
 SHARED = (
     "scale=None, mask=None, causal=False, window=None, softcap=None, {sink}q_pos=None, kv_pos=None, kv_len=None, "
@@ -198,7 +198,7 @@ def test_attention_in_one_process_loads_no_mpi_and_no_command_line():
 # ---- which way imports point
 
 FOUNDATION = {"errors", "devices", "arrays", "positions", "inputs", "state"}
-ABOVE_BOTH_SIDES = {"local", "distributed", "cache"}
+ABOVE_BOTH_SIDES = {"local", "distributed", "cache", "baselines", "prompt"}
 TOOLS = {"cli", "doctor", "testing", "__main__", "treeattn"}
 
 EXCEPTIONS = {

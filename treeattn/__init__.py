@@ -10,11 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treeattn import backends, errors, kernels, testing
+    from treeattn import backends, baselines, errors, kernels, testing
     from treeattn.cache import ShardedKVCache
     from treeattn.comm import TreeComm
     from treeattn.distributed import decode
     from treeattn.local import attention, energy, partial_attention
+    from treeattn.prompt import prefill, zigzag
     from treeattn.state import PartialState, merge
 
 __all__ = [
@@ -23,13 +24,16 @@ __all__ = [
     "TreeComm",
     "attention",
     "backends",
+    "baselines",
     "decode",
     "energy",
     "errors",
     "kernels",
     "merge",
     "partial_attention",
+    "prefill",
     "testing",
+    "zigzag",
 ]
 
 __version__ = "0.1.0"
@@ -44,8 +48,10 @@ _HOMES = {
     "energy": "local",
     "merge": "state",
     "partial_attention": "local",
+    "prefill": "prompt",
+    "zigzag": "prompt",
 }
-_SUBMODULES = ("backends", "errors", "kernels", "testing")
+_SUBMODULES = ("backends", "baselines", "errors", "kernels", "testing")
 
 
 def __getattr__(name: str) -> Any:

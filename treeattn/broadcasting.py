@@ -62,4 +62,4 @@ def _send_piece(plan: Plan, transport: Transport, piece: Bytes, tally: Tally) ->
         transport.wait(requests)
         for dest in dests:
             tally.sent(dest, piece.size)
-    tally.ran(len(plan.rounds), plan.rounds_between)
+    tally.rounds(len(plan.rounds), plan.rounds_between)

@@ -13,6 +13,7 @@ from treeattn.distributed import Arguments, Decoding
 from treeattn.errors import InputError
 from treeattn.inputs import Layout, Options, check_layout, to_bhtd
 from treeattn.ledger import Ledger, Segment
+from treeattn.prompt import prefill
 
 __all__ = ["ShardedKVCache"]
 
@@ -239,6 +240,61 @@ class ShardedKVCache:
             return q, self._held(self._k), self._held(self._v), options
 
         return decoding(arguments)
+
+    def attend(
+        self,
+        q: Any,
+        *,
+        q_pos: Any,
+        algorithm: str = "ring",
+        causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        sink: Any = None,
+        return_lse: bool = False,
+        backend: Any = None,
+    ) -> Any:
+        """Attention of queries that differ from rank to rank over every token in the cache; collective.
+
+        Keys and values travel, each rank's rows stay: for a prompt that was just added. Where the cache is much longer
+        than the new tokens, let queries travel instead: pass all of them to `decode`.
+
+        Parameters
+        ----------
+        q : array (B, Hq, Tq, D)
+            This rank's queries; Tq may differ from rank to rank and may be 0.
+        q_pos : array of int (Tq,) or (B, Tq)
+            Their positions.
+        algorithm : str
+            As in `treeattn.prefill`.
+        causal, window, softcap, scale, sink, return_lse, backend
+            As in `treeattn.decode`, except that ``causal`` is True unless said otherwise.
+
+        Returns
+        -------
+        out, lse
+            As `treeattn.prefill`: this rank's rows.
+        """
+        same = (("cache length", self.length), ("tokens of each rank", tuple(self._ledger.counts)))
+        self.comm.consult("attend", same, {}, self._take_pending())
+        return prefill(
+            q,
+            self._held(self._k),
+            self._held(self._v),
+            self.comm,
+            algorithm=algorithm,
+            return_lse=return_lse,
+            sink=sink,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            q_pos=q_pos,
+            kv_pos=self._positions[: self.local_length],
+            layout=self.layout,
+            backend=backend,
+        )
 
     def _placed(self, q: Any, q_pos: Any, causal: Any, window: Any) -> dict[str, Any]:
         """Position options; none for one query on the last token, which sees every key there is."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,16 +17,18 @@ from treeattn.broadcasting import broadcast, check_alike, describe, sendable
 from treeattn.channel import Channel
 from treeattn.errors import InputError
 from treeattn.joining import Settings, map_hosts, open_transport, under_launcher
-from treeattn.plan import Plan, Radices, Stats
+from treeattn.plan import Plan, Radices, Stats, Usage
 from treeattn.planner import choose_radices, plan_allreduce, plan_bcast, plan_reduce
 from treeattn.session import Session
 from treeattn.state import PartialState
 from treeattn.transport import Transport
 from treeattn.window import STATE_BYTES, open_window
+from treeattn.wire import Wire
 
 __all__ = ["TYPICAL_PAYLOAD", "TreeComm", "as_tree_comm"]
 
 Array: TypeAlias = npt.NDArray[Any]
+T = TypeVar("T")
 
 TYPICAL_PAYLOAD = 32 * (128 + 2) * 4
 """Bytes of one decode step's state: 32 heads of width 128 in float32. ``TreeComm.plan`` is for this."""
@@ -114,7 +117,8 @@ class TreeComm:
         transport.timeout = settings.timeout
         channel.name_hosts(settings.hosts or map_hosts(transport, names, self.consult))
         settings.check_plan(channel.hosts)
-        channel.window = open_window(channel.hosts, self.rank, self.consult)
+        if transport.shares_memory:
+            channel.window = open_window(channel.hosts, self.rank, self.consult)
         self._radices, self.deterministic = settings.radices, settings.deterministic
 
     @property
@@ -151,6 +155,16 @@ class TreeComm:
     def stats(self) -> Stats:
         """What this rank has sent, and how many rounds it went through, since the communicator was made."""
         return self._channel.tally.stats
+
+    @property
+    def native_allreduce(self) -> bool:
+        """Whether the runtime has an all-reduce of its own, as MPI does."""
+        return self._channel.transport.native_allreduce
+
+    @property
+    def usage(self) -> Usage:
+        """What the last merge, or other operation that sends, took on this rank besides messages."""
+        return self._channel.tally.usage
 
     def total_stats(self) -> Stats:
         """Add up every rank's `stats` as they were before this call; collective."""
@@ -323,6 +337,26 @@ class TreeComm:
         """
         with self._guard:
             return self._consult(Description(operation, None, [list(pair) for pair in fields], values=values), error)
+
+    def converse(self, function: Callable[[Wire], T]) -> T:
+        """Run an operation that has its own pattern of messages; collective.
+
+        Parameters
+        ----------
+        function : callable
+            Gets the `Wire`. Every rank's must send what the others' receive, so agree by `consult` before. What it
+            raises breaks the communicator: keep an error of this rank's own until all messages are through, and let
+            another `consult` report it.
+        """
+        with self._guard:
+            result: T = self._channel.call(self._conversation, function)
+            return result
+
+    def _conversation(self, function: Callable[[Wire], T]) -> T:
+        wire = Wire(self._channel)
+        result = function(wire)
+        self._channel.tally.usage = wire.usage
+        return result
 
     def _consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         if error is not None:

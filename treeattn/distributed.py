@@ -20,7 +20,7 @@ from treeattn.inputs import Options, Spec
 from treeattn.local import compute_state, deliver
 from treeattn.state import PartialState, sink_logits
 
-__all__ = ["Decoding", "decode"]
+__all__ = ["Arguments", "Decoding", "agreed_fields", "check_positions", "check_root", "decode", "fingerprints"]
 
 Arguments: TypeAlias = tuple[Any, Any, Any, Options]
 """q, k, v and the options of one call, not yet validated."""
@@ -153,12 +153,12 @@ class Decoding:
             return Attempt(None, None, error), None
 
     def _computed(self, q: Any, k: Any, v: Any, options: Options) -> tuple[Attempt, Callable[[PartialState], Any]]:
-        _check_root(self.root, self.comm.size)
+        check_root(self.root, self.comm.size)
         spec, state = compute_state(q, k, v, options, self.backend)
         if self.comm.size > 1 and spec.positional:
-            _check_positions(options)
+            check_positions(options)
         sink = sink_logits(self.sink, spec.q_heads, spec.state_dtype)
-        shared = (*self.shared, *_fingerprints(q, sink))
+        shared = (*self.shared, *fingerprints(q, sink))
         check, details = (_digest(repr(shared).encode()), lambda: dict(shared)) if shared else (0, None)
         attempt = Attempt(_signature(spec, self.root), state, None, check, details)
         return attempt, partial(deliver, spec=spec, sink=sink, return_lse=self.return_lse)
@@ -166,8 +166,12 @@ class Decoding:
 
 @lru_cache(maxsize=256)
 def _signature(spec: Spec, root: int | None) -> Signature:
-    """Name what must be the same on every rank for this call to make sense."""
-    fields = (
+    return Signature("decode", root, agreed_fields(spec), spec.packed_shape, spec.state_dtype)
+
+
+def agreed_fields(spec: Spec) -> tuple[tuple[str, Any], ...]:
+    """Name what must be the same on every rank for a call to make sense."""
+    return (
         ("q.shape", (spec.batch, spec.q_heads, spec.q_tokens, spec.head_dim)),
         ("q.dtype", spec.q_dtype),
         ("number of kv heads", spec.kv_heads),
@@ -178,24 +182,25 @@ def _signature(spec: Spec, root: int | None) -> Signature:
         ("window", spec.window),
         ("layout", spec.layout),
     )
-    return Signature("decode", root, fields, spec.packed_shape, spec.state_dtype)
 
 
-def _check_root(root: Any, size: int) -> None:
+def check_root(root: Any, size: int) -> None:
+    """Refuse a root that is no rank."""
     if root is None:
         return
     if not isinstance(root, (int, np.integer)) or isinstance(root, bool) or not 0 <= root < size:
         raise InputError.of("root", expected=f"None or a rank from 0 to {size - 1}", got=repr(root))
 
 
-def _check_positions(options: Options) -> None:
+def check_positions(options: Options) -> None:
+    """Refuse causal and window without global positions, on several ranks."""
     for name in ("q_pos", "kv_pos"):
         if getattr(options, name) is None:
             expected = "global positions, since causal and window are about the whole sequence"
             raise InputError.of(name, expected=expected, got="None on a communicator of several ranks")
 
 
-def _fingerprints(q: Any, sink: Any) -> tuple[tuple[str, int], ...]:
+def fingerprints(q: Any, sink: Any) -> tuple[tuple[str, int], ...]:
     """Digest what must hold the same values on every rank; q only when asked, since it costs a pass."""
     found = []
     if sink is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.agreement import Header
-from treeattn.plan import Plan
+from treeattn.plan import Plan, Usage
 from treeattn.rounds import MessageRound, Records, Tally, WindowRound, places_of
 from treeattn.state import PartialState, StateOps
 from treeattn.transport import Transport
@@ -50,6 +50,7 @@ class Exchange:
     ) -> None:
         self.plan, self.transport, self.window, self._tally = plan, transport, window, tally
         self.records = Records(plan.records(transport.rank), shape, dtype)
+        self._usage = Usage(self.records.buffer.nbytes)
         self.rounds = self._prepare()
         self._ahead = [request for each in self.rounds for request in each.ahead]
         self._ops: StateOps | None = None
@@ -113,7 +114,8 @@ class Exchange:
         """Take note that the plan was followed once."""
         if self.window is not None:
             self.window.use += self._uses
-        self._tally.ran(*self._cost)
+        self._tally.rounds(*self._cost)
+        self._tally.usage = self._usage
 
     def result(self, state: PartialState, out: PartialState | None) -> PartialState | None:
         """Give the merged state, after a clean `run`, to the ranks that are to have it."""

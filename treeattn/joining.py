@@ -112,9 +112,9 @@ def _hosts(hosts: Any, size: int) -> tuple[str, ...] | None:
 
 
 def _timeout(timeout: Any) -> float:
-    name, value = ("timeout", timeout) if timeout is not None else (TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE))
-    if value is None:
-        return DEFAULT_TIMEOUT
+    name, value = "timeout", timeout
+    if timeout is None:
+        name, value = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE) or DEFAULT_TIMEOUT
     try:
         seconds = float(value)
     except (TypeError, ValueError):

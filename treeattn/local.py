@@ -16,7 +16,7 @@ from treeattn.errors import InputError
 from treeattn.inputs import Args, Options, Spec, resolve, to_bhtd
 from treeattn.state import PartialState, buffer_for, sink_logits
 
-__all__ = ["attention", "compute_state", "deliver", "energy", "partial_attention"]
+__all__ = ["attention", "compute_state", "deliver", "energy", "partial_attention", "run_backend"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -135,7 +135,7 @@ def attention(
     spec, args = resolve(q, k, v, options)
     _check_out(out, spec)
     sink = sink_logits(sink, spec.q_heads, spec.state_dtype)
-    return deliver(_run(spec, args, backend), spec, sink, return_lse, out)
+    return deliver(run_backend(spec, args, backend), spec, sink, return_lse, out)
 
 
 def partial_attention(
@@ -302,7 +302,7 @@ def compute_state(
 ) -> tuple[Spec, PartialState]:
     """Validate a call and compute the state of its keys, into the buffer of ``out`` where one is given."""
     spec, args = resolve(q, k, v, options)
-    return spec, _run(spec, args, backend, out)
+    return spec, run_backend(spec, args, backend, out)
 
 
 def deliver(
@@ -322,7 +322,8 @@ def deliver(
     return (out, give(lse, spec.home)) if return_lse else out
 
 
-def _run(spec: Spec, args: Args, backend: Any, out: PartialState | None = None) -> PartialState:
+def run_backend(spec: Spec, args: Args, backend: Any, out: PartialState | None = None) -> PartialState:
+    """Compute the state of a validated call's keys."""
     found = find(following(spec) if backend is None else backend)
     packed = buffer_for(out, spec.packed_shape, spec.state_dtype, found.ops)
     _prepared(found, spec)(args, packed)

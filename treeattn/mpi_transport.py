@@ -166,6 +166,15 @@ class MpiTransport(Transport):
         self.wait([self._comm.Iallgather([data, self._bytes], [found, length, self._bytes])])
         return [bytes(found[start : start + length]) for start in range(0, length * self.size, length)]
 
+    native_allreduce = True
+
+    def allreduce(self, array: Any, operation: str) -> bool:
+        """Let MPI reduce, in whatever order it chooses."""
+        from mpi4py import MPI
+
+        self.wait([self._comm.Iallreduce(MPI.IN_PLACE, array, {"max": MPI.MAX, "sum": MPI.SUM}[operation])])
+        return True
+
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
         """Ask who is there, on the control communicator."""
         data, others = _MARK.pack(*mark), [rank for rank in range(self.size) if rank != self.rank]

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 from treeattn.errors import InputError
 
-__all__ = ["HEADER_BYTES", "Merge", "Message", "Plan", "Prediction", "Radices", "RankRound", "Round", "Stats"]
+__all__ = ["HEADER_BYTES", "Merge", "Message", "Plan", "Prediction", "Radices", "RankRound", "Round", "Stats", "Usage"]
 
 HEADER_BYTES = 32
 """Bytes of the header that stands before each record, and that travels alone where there is nothing else to say."""
@@ -130,6 +130,22 @@ class Stats:
         shared = {"rounds", "rounds_between", "collectives"}
         values = {f.name: [getattr(rank, f.name) for rank in ranks] for f in fields(cls)}
         return cls(**{name: max(each) if name in shared else sum(each) for name, each in values.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one operation took on this rank besides messages.
+
+    Parameters
+    ----------
+    peak_bytes : int
+        Most bytes of message buffers that it held at once, beside its arguments and its result.
+    products : int
+        Query-key products, per batch row and head, that it gave to a kernel; a tree's merges make none.
+    """
+
+    peak_bytes: int = 0
+    products: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,11 @@ FLAT_RANKS = 4
 FLAT_BYTES = 64 * 1024
 """...and up to such a payload: beyond it, every rank reading every state costs more than a second round."""
 
-ONESHOT = 8
-"""Up to so many meet in one round of a level; above, the smallest radix that needs no more rounds than this one."""
+ONESHOT_RANKS = 8
+"""Up to so many ranks of a host meet in one round; above, the smallest radix that needs no more rounds than this."""
+
+ONESHOT_HOSTS = 16
+"""Likewise for hosts, where a round costs a wire's delay and an exchange's few hundred KB do not."""
 
 
 def choose_radices(hosts: Sequence[str], payload_bytes: int, *, shared: bool = False) -> Radices:
@@ -62,18 +65,19 @@ def choose_radices(hosts: Sequence[str], payload_bytes: int, *, shared: bool = F
     """
     groups = group_ranks(hosts)
     if shared:
-        return Radices("shared", _balanced_radix(len(groups)))
+        return Radices("shared", _balanced_radix(len(groups), ONESHOT_HOSTS))
     if len(groups) == 1 and len(hosts) <= FLAT_RANKS and payload_bytes <= FLAT_BYTES:
         return Radices(flat=True)
-    return Radices(_balanced_radix(max(map(len, groups))), _balanced_radix(len(groups)))
+    inside = _balanced_radix(max(map(len, groups)), ONESHOT_RANKS)
+    return Radices(inside, _balanced_radix(len(groups), ONESHOT_HOSTS))
 
 
-def _balanced_radix(count: int) -> int | None:
-    """Give the smallest radix that needs no more rounds than ``ONESHOT`` does; None where one round will do."""
-    if count <= ONESHOT:
+def _balanced_radix(count: int, largest: int) -> int | None:
+    """Give the smallest radix that needs no more rounds than ``largest`` does; None where one round will do."""
+    if count <= largest:
         return None
-    rounds = _round_count(count, ONESHOT)
-    return next(radix for radix in range(2, ONESHOT + 1) if _round_count(count, radix) == rounds)
+    rounds = _round_count(count, largest)
+    return next(radix for radix in range(2, largest + 1) if _round_count(count, radix) == rounds)
 
 
 def _round_count(count: int, radix: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.plan import HEADER_BYTES, RankRound, Stats
+from treeattn.plan import HEADER_BYTES, RankRound, Stats, Usage
 from treeattn.state import PartialState, StateOps
 from treeattn.transport import Bytes, Silence, Transport
 from treeattn.window import Window, compiled
@@ -33,6 +33,7 @@ class Tally:
         self._sent = [0, 0, 0, 0]
         self._rounds = [0, 0]
         self.collectives = 0
+        self.usage = Usage()
 
     def sent(self, dest: int, size: int) -> None:
         """Count one message."""
@@ -43,10 +44,10 @@ class Tally:
             sent[2] += 1
             sent[3] += size
 
-    def ran(self, rounds: int, rounds_between: int) -> None:
-        """Count the rounds of a plan, in all and between hosts."""
-        self._rounds[0] += rounds
-        self._rounds[1] += rounds_between
+    def rounds(self, number: int, between: int) -> None:
+        """Count rounds, and those of them in which any message goes between hosts."""
+        self._rounds[0] += number
+        self._rounds[1] += between
 
     @property
     def stats(self) -> Stats:

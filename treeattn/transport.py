@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Mark", "SelfTransport", "Silence", "Transport"]
+__all__ = ["Bytes", "Mark", "Prepared", "SelfTransport", "Silence", "Transport"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -29,6 +30,14 @@ class Silence(Exception):  # noqa: N818 - a fact that the communicator turns int
         self.round = round
 
 
+@dataclass(eq=False)
+class Prepared:
+    """A request that can be started again and again, where the runtime has none of its own."""
+
+    post: Callable[[], Any]
+    started: Any = None
+
+
 class Transport(ABC):
     """Ranks that can send each other bytes.
 
@@ -42,6 +51,10 @@ class Transport(ABC):
     size: int
     timeout: float
     """Seconds that a wait may take; 0 waits for ever. A branch has that of the transport it was made from."""
+    native_allreduce = False
+    """Whether `allreduce` does anything."""
+    shares_memory = True
+    """Whether ranks of one host may share memory beside the messages here."""
 
     @abstractmethod
     def isend(self, data: Bytes, dest: int, tag: int) -> Any:
@@ -51,17 +64,18 @@ class Transport(ABC):
     def irecv(self, data: Bytes, source: int, tag: int) -> Any:
         """Start to receive at most ``data.size`` bytes; give the request."""
 
-    @abstractmethod
     def send_init(self, data: Bytes, dest: int, tag: int) -> Any:
         """Prepare to send ``data`` any number of times; give a request for `start`."""
+        return Prepared(lambda: self.isend(data, dest, tag))
 
-    @abstractmethod
     def recv_init(self, data: Bytes, source: int, tag: int) -> Any:
         """Prepare to receive at most ``data.size`` bytes any number of times; give a request for `start`."""
+        return Prepared(lambda: self.irecv(data, source, tag))
 
-    @abstractmethod
     def start(self, requests: list[Any]) -> None:
         """Start prepared requests, each of which is complete or was never started."""
+        for request in requests:
+            request.started = request.post()
 
     @abstractmethod
     def wait(self, requests: Sequence[Any]) -> None:
@@ -88,6 +102,16 @@ class Transport(ABC):
     @abstractmethod
     def allgather(self, data: bytes) -> list[bytes]:
         """Give every rank's ``data``, all of one length, by rank."""
+
+    def allreduce(self, array: Any, operation: str) -> bool:
+        """Reduce a contiguous float array in place, by "max" or "sum", if the runtime has a call for that.
+
+        Returns
+        -------
+        bool
+            False where it has none, and nothing was done.
+        """
+        return False
 
     @abstractmethod
     def dup(self) -> Transport:
@@ -132,17 +156,6 @@ class SelfTransport(Transport):
     def irecv(self, data: Bytes, source: int, tag: int) -> Any:
         """Never called: plans for one rank have no messages."""
         raise NotImplementedError
-
-    def send_init(self, data: Bytes, dest: int, tag: int) -> Any:
-        """Never called."""
-        raise NotImplementedError
-
-    def recv_init(self, data: Bytes, source: int, tag: int) -> Any:
-        """Never called."""
-        raise NotImplementedError
-
-    def start(self, requests: list[Any]) -> None:
-        """There is nothing to start."""
 
     def wait(self, requests: Sequence[Any]) -> None:
         """There is nothing to wait for."""

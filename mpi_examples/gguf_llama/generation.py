@@ -65,14 +65,21 @@ class ShardedAttention:
     def prefill(self, bounds: Sequence[int]) -> Callable[[int, Array, Array, Array], Array]:
         """Attend for a chunk of tokens of which rank r computes those from ``bounds[r]`` up to ``bounds[r + 1]``.
 
-        Keys and values stay on the rank that computed them; only the queries, and what the ranks saw for them,
-        travel.
+        In the first chunk, keys and values travel once among the ranks, and every rank attends for its own tokens.
+        Later ones stand before a cache that is longer than they are: there keys and values stay on the rank that
+        computed them, and only the queries, and what the ranks saw for them, travel.
         """
         counts = np.diff(bounds).tolist()
         mine = slice(bounds[self.tree.rank], bounds[self.tree.rank + 1])
+        start = self.length
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             self._caches[layer].prefill(k, v)
+            if start == 0:
+                own: Array = self._caches[layer].attend(
+                    q, q_pos=np.arange(mine.start, mine.stop), algorithm="dist_flash"
+                )
+                return own
             rows = self.processes.gather_rows(np.ascontiguousarray(_swapped(q)), counts)
             out: Array = self._caches[layer].decode(_swapped(rows))
             return out[:, :, mine]

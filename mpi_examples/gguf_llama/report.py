@@ -6,6 +6,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,6 +94,8 @@ class AnswerStream:
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal can't show must not end the answer
         self._ids: list[int] = []
         self._written = ""
 

@@ -72,7 +72,7 @@ class Task:
         LlamaError
             The prompt is empty or longer than the context, its file can't be read, or it needs ``--raw``.
         """
-        text = "\n\n".join(_parts(question))
+        text = _unicode("\n\n".join(_parts(question)))
         ids = vocabulary.encode(tokenizer, text if question.raw else chatml(vocabulary.chat_template, text))
         context = _context(question.context, config)
         if not ids:
@@ -103,6 +103,15 @@ def _parts(question: Question) -> Iterable[str]:
             raise LlamaError(f"{question.prompt_file} is not a text in UTF-8") from None
     if question.question is not None:
         yield question.question
+
+
+def _unicode(text: str) -> str:
+    """Refuse what came from the command line in another encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise LlamaError("the prompt is not a text in UTF-8") from None
+    return text
 
 
 def _context(asked: int | None, config: Config) -> int:

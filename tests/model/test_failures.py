@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from gguf_llama.config import Config
 from gguf_llama.errors import LlamaError
 from gguf_llama.gguf_file import GGUFFile
+from gguf_llama.report import AnswerStream
 from gguf_llama.task import Question, Task
 from gguf_llama.unpacking import unpack
 from gguf_llama.vocabulary import Vocabulary
@@ -80,6 +82,7 @@ WRONG_QUESTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no room for an answer": ({"prompt": "x" * 9, "raw": True, "context": 9}, "9 tokens, which leaves no room"),
     "no such file": ({"prompt_file": Path("no.txt"), "raw": True}, "no.txt can't be read: No such file"),
     "not a text": ({"prompt_file": Path(sys.executable), "raw": True}, "not a text in UTF-8"),
+    "bytes that are no text": ({"prompt": "\udcff", "raw": True}, "not a text in UTF-8"),
     "more than the model's context": ({"raw": True, "context": 65}, "fewer than the 65 of --context"),
 }
 
@@ -102,6 +105,17 @@ def test_an_answer_stops_where_the_context_ends(write_model: Any) -> None:
     assert vocabulary.load().decode(task.prompt) == "a\n\nb"
     assert task.limit == 6
     assert Task.from_bytes(task.to_bytes()) == task
+
+
+def test_an_answer_goes_to_an_output_that_can_not_show_it(write_model: Any, monkeypatch: Any) -> None:
+    tokenizer = Vocabulary.of(GGUFFile(write_model())).load()
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    stream = AnswerStream(tokenizer)
+    for token in tokenizer.encode("ü").ids:
+        stream.write(token)
+    assert stream.finish() == "ü"
+    assert written.getvalue() == b"\\xfc\n"
 
 
 def test_every_rank_ends_and_one_speaks(mpirun: Any, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from typing import NoReturn
 import click
 
 from treeattn import __version__
+from treeattn.cli.bench import bench
 from treeattn.cli.decode import decode
 from treeattn.cli.doctor import doctor
 from treeattn.cli.failure import run_command
+from treeattn.cli.plan import plan
 from treeattn.cli.topology import topology
 
 __all__ = ["commands", "main"]
@@ -21,13 +23,14 @@ Examples:
   treeattn doctor --ranks 4
   treeattn topology --hosts a,a,b,b
   treeattn decode --tokens 131072 --ranks 4 --verify
+  treeattn bench --ranks 2,4,8 --plot comparison.png
   mpirun -n 4 treeattn decode --q-heads 32 --kv-heads 8
 """
 
 
 @click.group(
     "treeattn",
-    commands=[decode, topology, doctor],
+    commands=[decode, bench, plan, topology, doctor],
     invoke_without_command=True,
     epilog=EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy.typing as npt
 
-import treeattn
+from treeattn.cli.contender import contender
 from treeattn.plan import Stats
 
 if TYPE_CHECKING:
@@ -33,9 +33,11 @@ class Measurement:
     seconds : list of float
         One time per step, rank 0's.
     counted, predicted : Stats
-        What all ranks sent in one step, and what the plan says that they send.
+        What all ranks sent in one step, and what the plan, or the baseline's formula, says that they send.
     same_bits : bool
         Whether every rank has the same result.
+    plan : str
+        The tree; "" for baselines.
     """
 
     out: Array
@@ -43,36 +45,45 @@ class Measurement:
     counted: Stats
     predicted: Stats
     same_bits: bool
+    plan: str
 
 
 def measure(
-    comm: TreeComm, work: Workload, *, root: int | None, backend: str | None, warmup: int, repeats: int
+    comm: TreeComm,
+    work: Workload,
+    algorithm: str,
+    *,
+    root: int | None,
+    backend: str | None,
+    warmup: int,
+    repeats: int,
 ) -> Measurement:
     """Make this rank's shard and decode over it; collective."""
-    start, stop = work.span(comm.rank, comm.size)
-    k, v = work.cache(start, stop)
-    options = work.options(start)
-    step = partial(treeattn.decode, work.query(), k, v, comm=comm, root=root, backend=backend, **options)
-    out = step()  # compiles, and agrees on the call: later steps send the plan's messages and nothing else
+    found = contender(comm, work, algorithm, root=root, backend=backend)
+    out = found.step()  # the kernels are compiled by now
     out = out if root is None else comm.bcast(out, root)
     for _ in range(warmup):
-        step()
-    seconds = [_timed(step) for _ in range(repeats)]
-    counted = _counted(comm, step)
-    predicted = comm.plan_for(work.state_bytes, root).predict(work.state_bytes).total
-    return Measurement(out, seconds, counted, predicted, _same_bits(comm, out))
+        found.step()
+    seconds = [_timed(found.step) for _ in range(repeats)]
+    counted = _counted(comm, found.step)
+    predicted = _total(comm, found.stated())
+    return Measurement(out, seconds, counted, predicted, _same_bits(comm, out), found.plan)
 
 
-def _timed(step: partial[Any]) -> float:
+def _timed(step: Callable[[], Any]) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
 
 
-def _counted(comm: TreeComm, step: partial[Any]) -> Stats:
+def _counted(comm: TreeComm, step: Callable[[], Any]) -> Stats:
     before = comm.stats
     step()
-    own = comm.stats - before
+    return _total(comm, comm.stats - before)
+
+
+def _total(comm: TreeComm, own: Stats) -> Stats:
+    """Add up every rank's share."""
     return Stats.total(Stats(**each) for each in comm.consult("count of a step", (), asdict(own)))
 
 

@@ -15,7 +15,7 @@ import click
 from treeattn.errors import InputError
 from treeattn.launch import launched, run
 
-__all__ = ["json_option", "on_ranks", "plan_options", "read_window"]
+__all__ = ["json_option", "on_ranks", "plan_options", "read_algorithm", "read_window"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -39,9 +39,20 @@ def read_window(ctx: click.Context, param: click.Parameter, value: str | None) -
     return left, right
 
 
+def read_algorithm(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Refuse an algorithm that there is not."""
+    from treeattn.cli.contender import ALGORITHMS
+
+    if value not in ALGORITHMS:
+        raise click.BadParameter(f"expected one of {', '.join(ALGORITHMS)}, got {value!r}")
+    return value
+
+
 def read_json_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """Refuse a file in a folder that is not there, before any work is done for it; rank 0 is to write it."""
     here = launched()
+    if value == "":
+        raise click.BadParameter("expected a file, or - for standard output, got ''")
     if value not in (None, "-") and (here is None or here.rank == 0) and not Path(value).absolute().parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), value)
     return value

@@ -14,7 +14,7 @@ from treeattn.launch import launched
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "counts", "drawable", "escape", "print_rows", "write_json"]
+__all__ = ["console", "counts", "drawable", "escape", "print_rows", "size", "write_json"]
 
 _PLAIN = {"└": "`", "├": "|", "─": "-", "↔": "<->", "→": "->", "×": " x "}
 
@@ -27,7 +27,9 @@ def console(json_file: str | None) -> Console:
         sys.stdout.reconfigure(errors="backslashreplace")  # a label that it can't show is no reason to show nothing
     # Launchers give ranks a terminal of their own, whatever reads their output in the end.
     plain = None if launched() is None else False
-    return Console(quiet=json_file == "-", force_terminal=plain, highlight=False)
+    to = Console(quiet=json_file == "-", force_terminal=plain, highlight=False)
+    to.width = to.width or 80  # which some containers report as 0, and then nothing at all would be shown
+    return to
 
 
 def print_rows(to: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
@@ -61,6 +63,12 @@ def drawable(text: str, encoding: str) -> str:
 def counts(number: float, unit: str = "") -> str:
     """Write a count with its thousands apart."""
     return f"{number:,.0f}{unit and ' ' + unit}"
+
+
+def size(nbytes: float) -> str:
+    """Write bytes with three digits and a unit of 1000s."""
+    power = next((power for power in range(4) if nbytes < 999.5 * 1000**power), 4)
+    return f"{nbytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def write_json(json_file: str | None, results: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -30,6 +31,15 @@ BLOCK = 1024
 
 PIECE_ELEMENTS = 2**23
 """Numbers of K and V that the oracle has in memory at once, in float64."""
+
+
+@dataclass(frozen=True)
+class Right:
+    """The right output in float64, the largest error allowed, and how they were made."""
+
+    answer: Array
+    limit: float
+    method: str
 
 
 @dataclass(frozen=True)
@@ -141,7 +151,13 @@ class Workload:
         return 8 if self.dtype == "float64" else 4
 
     def verdict(self, out: Array) -> Verdict:
-        """Compare ``out`` with the float64 oracle, whose memory does not grow with the context.
+        """Compare ``out`` with what is `right`."""
+        error = np.max(np.abs(out.astype(np.float64) - self.right.answer), initial=0.0)
+        return Verdict(float(error), self.right.limit, self.right.method)
+
+    @cached_property
+    def right(self) -> Right:
+        """The float64 oracle's answer, made in memory that does not grow with the context.
 
         Pieces of the cache are answered one by one and weighed by their lse, all in float64 and without any of the
         code that is checked. The yardstick, plain NumPy in the same precision, gets the last tokens, a piece of them:
@@ -153,9 +169,8 @@ class Workload:
         answers = [dense(q, *self.cache(*piece), **self.options(piece[0])) for piece in pieces]
         start = max(0, self.tokens - pieces[0][1])
         limit = tolerance(q, *self.cache(start, self.tokens), **self.options(start)).out
-        error = np.max(np.abs(out.astype(np.float64) - self._weighed(answers)), initial=0.0)
         kind = "whole" if len(pieces) == 1 else f"in {len(pieces)} pieces, weighed by lse"
-        return Verdict(float(error), float(limit), f"float64 oracle, {kind}")
+        return Right(self._weighed(answers), float(limit), f"float64 oracle, {kind}")
 
     def _pieces(self) -> list[tuple[int, int]]:
         per_token = self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)

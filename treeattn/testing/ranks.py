@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from treeattn.errors import CommError, InputError, RankTimeout
-from treeattn.transport import Bytes, Mark, Silence, Transport
+from treeattn.transport import Bytes, Mark, Prepared, Silence, Transport
 
 __all__ = ["ThreadTransport", "run_ranks"]
 
@@ -39,18 +39,6 @@ class _Request:
 
 
 @dataclass(eq=False)
-class _Prepared:
-    """A request that can be started again and again."""
-
-    post: Callable[[], _Request]
-    started: _Request | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.started is None or self.started.done
-
-
-@dataclass(eq=False)
 class _Condition:
     """Something to wait for that is no message."""
 
@@ -65,6 +53,8 @@ class _Condition:
 class _Channel:
     """Sends and receives under one (context, source, dest, tag) that have not met yet."""
 
+    source: int
+    dest: int
     sends: deque[_Request] = field(default_factory=deque)
     receives: deque[_Request] = field(default_factory=deque)
 
@@ -78,22 +68,55 @@ class _Channel:
 
 
 class _World:
-    """What the threads share: channels, who waits for what, and who has left. One lock guards it all."""
+    """What the threads share: channels, who waits for what, and who has left. One lock guards it all.
+
+    Each rank waits on a condition of its own, and only messages that can arrive are looked at: with 64 ranks,
+    waking all of them for every message, or looking through all channels, would take longer than the work itself.
+    """
 
     def __init__(self, size: int, hosts: Sequence[str], rendezvous: bool, seed: int | None) -> None:
         self.size, self.hosts, self.rendezvous = size, hosts, rendezvous
-        self.changed = threading.Condition()
-        self.channels: defaultdict[tuple[Any, ...], _Channel] = defaultdict(_Channel)
-        self.waiting: dict[int, Sequence[_Request | _Prepared | _Condition]] = {}
+        self.lock = threading.Lock()
+        self._changed = [threading.Condition(self.lock) for _ in range(size)]
+        self._channels: dict[tuple[Any, ...], _Channel] = {}
+        self._ready: list[_Channel] = []  # once for every pair of a send and a receive
+        self.waiting: dict[int, list[_Request] | list[_Condition]] = {}
         self.rolls: defaultdict[tuple[int, ...], dict[int, Mark]] = defaultdict(dict)
         self.left: set[int] = set()
         self.stopped: str | None = None
         self._random = None if seed is None else random.Random(seed)
 
+    def channel(self, context: tuple[int, ...], source: int, dest: int, tag: int) -> _Channel:
+        """Give the channel of that name."""
+        key = context, source, dest, tag
+        found = self._channels.get(key)
+        if found is None:
+            found = self._channels[key] = _Channel(source, dest)
+        return found
+
+    def post(self, channel: _Channel, request: _Request, own: deque[_Request], other: deque[_Request]) -> None:
+        """Add a send or a receive to a channel; without a seed, what can arrive now does so at once."""
+        own.append(request)
+        if len(own) > len(other):  # nothing waits for this one yet
+            return
+        self._ready.append(channel)
+        if self._random is None:
+            self.progress()
+        else:
+            self._changed[channel.dest].notify()
+
     def progress(self) -> None:
         """Let every message that can arrive do so, in an order drawn by chance if there is a seed."""
-        while ready := [each for each in self.channels.values() if each.sends and each.receives]:
-            (self._random.choice(ready) if self._random else ready[0]).transfer()
+        while self._ready:
+            at = self._random.randrange(len(self._ready)) if self._random else 0
+            channel = self._ready.pop(at)
+            channel.transfer()
+            for rank in (channel.source, channel.dest):
+                self._changed[rank].notify()
+
+    def wait(self, rank: int, seconds: float | None) -> None:
+        """Wait until something may have changed for a rank."""
+        self._changed[rank].wait(seconds)
 
     def stuck(self) -> bool:
         """Whether every rank that is still there waits, and for something that can't come."""
@@ -103,14 +126,18 @@ class _World:
     def stop(self, reason: str) -> None:
         """End all waiting, now and later."""
         self.stopped = self.stopped or reason
-        self.changed.notify_all()
+        self.wake_all()
+
+    def wake_all(self) -> None:
+        """Let every rank look again at what it waits for."""
+        for changed in self._changed:
+            changed.notify()
 
     def leave(self, rank: int) -> None:
         """Take note that a rank's function has ended."""
-        with self.changed:
+        with self.lock:
             self.left.add(rank)
             self.progress()
-            self.changed.notify_all()
             if self.waiting and self.stuck():
                 self.stop(f"rank {rank} has ended while others still waited for it")
 
@@ -127,45 +154,33 @@ class ThreadTransport(Transport):
         """Start to send."""
         world = self._world
         request = _Request(data if world.rendezvous else data.copy(), done=False)
-        with world.changed:
-            world.channels[(self._context, self.rank, dest, tag)].sends.append(request)
-            if world._random is None:
-                world.progress()
-            world.changed.notify_all()
+        with world.lock:
+            channel = world.channel(self._context, self.rank, dest, tag)
+            world.post(channel, request, channel.sends, channel.receives)
         return request if world.rendezvous else _Request(data, done=True)
 
     def irecv(self, data: Bytes, source: int, tag: int) -> _Request:
         """Start to receive."""
         request = _Request(data)
-        with self._world.changed:
-            self._world.channels[(self._context, source, self.rank, tag)].receives.append(request)
+        with self._world.lock:
+            channel = self._world.channel(self._context, source, self.rank, tag)
+            self._world.post(channel, request, channel.receives, channel.sends)
         return request
 
-    def send_init(self, data: Bytes, dest: int, tag: int) -> _Prepared:
-        """Prepare to send."""
-        return _Prepared(lambda: self.isend(data, dest, tag))
-
-    def recv_init(self, data: Bytes, source: int, tag: int) -> _Prepared:
-        """Prepare to receive."""
-        return _Prepared(lambda: self.irecv(data, source, tag))
-
-    def start(self, requests: list[_Prepared]) -> None:
-        """Start prepared requests."""
-        for request in requests:
-            request.started = request.post()
+    def wait(self, requests: Sequence[_Request | Prepared]) -> None:
+        """Wait until all are complete, or no rank can go on."""
+        self._wait_for([each.started if isinstance(each, Prepared) else each for each in requests])
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
         """Wait for what is no message."""
         if not ready():
-            self.wait([_Condition(ready)])
+            self._wait_for([_Condition(ready)])
 
-    def wait(self, requests: Sequence[_Request | _Prepared | _Condition]) -> None:
-        """Wait until all are complete, or no rank can go on."""
+    def _wait_for(self, requests: list[_Request] | list[_Condition]) -> None:
         world, deadline = self._world, time.monotonic() + self.timeout if self.timeout else None
-        with world.changed:
+        with world.lock:
             world.progress()
             world.waiting[self.rank] = requests
-            world.changed.notify_all()
             try:
                 while not all(request.done for request in requests):
                     self._wait_once(deadline)
@@ -181,17 +196,18 @@ class ThreadTransport(Transport):
         left = None if deadline is None else deadline - time.monotonic()
         if world.rolls[self._roll] or (left is not None and left <= 0):
             raise Silence
-        world.changed.wait(LOOK if left is None else min(left, LOOK))
+        world.wait(self.rank, LOOK if left is None else min(left, LOOK))
         world.progress()
 
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
         """Ask who is there."""
-        world = self._world
-        with world.changed:
+        world, deadline = self._world, time.monotonic() + grace
+        with world.lock:
             roll = world.rolls[self._roll]
             roll[self.rank] = mark
-            world.changed.notify_all()
-            world.changed.wait_for(lambda: len(roll) == self.size or world.stopped, grace)
+            world.wake_all()
+            while len(roll) < self.size and not world.stopped and time.monotonic() < deadline:
+                world.wait(self.rank, LOOK)
             return dict(roll)
 
     def allgather(self, data: bytes) -> list[bytes]:
@@ -230,7 +246,7 @@ class ThreadTransport(Transport):
 
     def abandon(self) -> None:
         """End the others' waiting too."""
-        with self._world.changed:
+        with self._world.lock:
             self._world.stop(f"rank {self.rank} broke off in the middle of an operation")
 
 
@@ -313,7 +329,7 @@ def _join(threads: list[threading.Thread], world: _World, timeout: float) -> Non
     late = [thread for thread in threads if thread.is_alive()]
     if not late:
         return
-    with world.changed:
+    with world.lock:
         world.stop(f"still running after {timeout} s: {', '.join(thread.name for thread in late)}")
     for thread in late:
         thread.join(1)

@@ -1,0 +1,145 @@
+"""`treeattn bench`: every row is checked, whatever its time; tests look at no time."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from treeattn import cli
+from treeattn.cli.contender import ALGORITHMS
+from treeattn.cli.workload import Workload
+
+SMALL = (
+    "--tokens",
+    "60,100",
+    "--q-heads",
+    "8",
+    "--kv-heads",
+    "4",
+    "--head-dim",
+    "8",
+    "--repeats",
+    "2",
+    "--warmup",
+    "1",
+)
+
+
+@pytest.fixture
+def bench(capfd, monkeypatch):
+    """Run ``treeattn bench`` with some arguments in this process, in a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(("bench", *map(str, arguments)))
+        captured = capfd.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def test_every_algorithm_on_every_workload_is_a_checked_row(bench, tmp_path):
+    arguments = ("--threads", "--ranks", "2,3", "--batch", "1,2", "--csv", tmp_path / "rows.csv", "--json", "-")
+    status, out, err = bench(*SMALL, *arguments)
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    rows = told["rows"]
+    cases = {(row["ranks"], row["tokens"], row["batch"], row["algorithm"]) for row in rows}
+    assert len(rows) == len(cases) == 2 * 2 * 2 * len(ALGORITHMS)
+    for row in rows:
+        assert row["correct"]
+        assert row["as_stated"]
+        assert row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
+    assert {"machine", "ranks are", "backend", "plan"} <= told["environment"].keys()
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [row["algorithm"] for row in written] == [row["algorithm"] for row in rows]
+
+
+def test_tables_have_the_papers_bytes_beside_the_counted_ones(bench):
+    status, out, _ = bench(*SMALL, "--threads", "--ranks", "2", "--algorithms", "tree,ring", "--tokens", "100")
+    assert status == 0
+    assert "2 ranks on 1 hosts, 100 tokens, batch 1" in out
+    ring = next(line for line in out.splitlines() if line.strip().startswith("ring")).split()
+    shard = 2 * 4 * 50 * 8 * 4  # K and V of 50 tokens, bytes
+    assert "".join(ring[6:8]) == f"{shard / 1000:.3g}kB"
+    assert "".join(ring[8:10]) == f"{2 * shard / 1000:.3g}kB"
+
+
+def test_an_algorithm_that_refuses_is_a_row_with_its_reason(bench):
+    arguments = ("--threads", "--ranks", "5", "--algorithms", "tree,ulysses,ulysses_gqa", "--tokens", "60")
+    status, out, _ = bench(*SMALL, *arguments)
+    assert status == 0
+    assert "refused" in out
+    assert "ulysses on 5 ranks: k: expected at least 5 heads" in out
+
+
+def test_emulated_latency_and_hosts_are_told(bench):
+    arguments = ("--emulate-latency", "0:0.01", "--ranks", "4", "--algorithms", "tree,ring", "--tokens", "60")
+    status, out, _ = bench(*SMALL, *arguments, "--ranks-per-host", "2", "--json", "-")
+    assert status == 0
+    told = json.loads(out)
+    assert told["environment"]["emulated latency (ms)"] == "0:0.01"
+    assert {row["hosts"] for row in told["rows"]} == {2}
+
+
+def test_a_wrong_row_is_shown_and_fails(bench, monkeypatch):
+    right = Workload.right.func(Workload(60, 1, 8, 4, 1, 8, 8, "float32", "bhtd", False, None, None, 0))
+    monkeypatch.setattr(Workload, "right", replace(right, answer=right.answer + 1))
+    status, out, err = bench(*SMALL, "--threads", "--ranks", "2", "--algorithms", "tree,ring", "--tokens", "60")
+    assert status == 1
+    assert " > " in out
+    assert err.strip() == "treeattn: 2 of 2 rows are wrong, of tree, ring"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--algorithms", "tree,rign"), "expected all, or any of tree, ring, "),
+        (("--ranks", "2,x"), "expected positive numbers between commas, such as 2,4,8, got '2,x'"),
+        (("--emulate-latency", "soon"), "latency: expected milliseconds between hosts"),
+        (("--kv-heads", "3"), "k: expected a number of heads that divides q's 8, got 3"),
+        (("--plan", "bushy"), "plan: expected"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_one_sentence_before_anything_starts(bench, arguments, sentence):
+    status, out, err = bench(*SMALL, *arguments)
+    assert status != 0
+    assert out == ""
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_plot_without_matplotlib_names_the_extra(bench, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = bench(*SMALL, "--plot", tmp_path / "rows.png")
+    assert status == 1
+    assert "pip install treeattn[plot]" in err
+
+
+def test_plots_are_drawn(bench, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra `plot`) is not installed")
+    arguments = ("--threads", "--ranks", "2,3", "--algorithms", "tree,ring", "--plot", tmp_path / "rows.png")
+    status, _, _ = bench(*SMALL, *arguments)
+    assert status == 0
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mpi_ranks_report_to_the_command_that_started_them(bench, mpirun):
+    arguments = ("--ranks", "2", "--algorithms", "tree,allreduce3", "--tokens", "60", "--backend", "reference")
+    status, out, err = bench(*SMALL, *arguments, "--json", "-")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert told["environment"]["ranks are"] == mpirun.runtime.banner
+    assert [(row["algorithm"], row["collectives"], row["correct"]) for row in told["rows"]] == [
+        ("tree", 0, True),
+        ("allreduce3", 3, True),
+    ]
+    assert np.isfinite([row["median_ms"] for row in told["rows"]]).all()

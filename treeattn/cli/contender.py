@@ -1,0 +1,59 @@
+"""The algorithms of the command line: the tree and its baselines, each as a step to run and what it should send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import treeattn
+from treeattn.baselines import BASELINES, Baseline, Ulysses
+from treeattn.inputs import Options
+from treeattn.plan import Stats
+
+if TYPE_CHECKING:
+    from treeattn.cli.workload import Workload
+    from treeattn.comm import TreeComm
+
+__all__ = ["ALGORITHMS", "Contender", "contender"]
+
+WITH_REPLICATION = Ulysses(replicate_kv=True)
+ALGORITHMS: dict[str, Baseline | None] = {"tree": None, **BASELINES, WITH_REPLICATION.name: WITH_REPLICATION}
+"""Every algorithm by name; the tree is `treeattn.decode`."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One algorithm's step over one rank's shard, what it is stated to send, and the tree that it follows, if any."""
+
+    step: Callable[[], Any]
+    stated: Callable[[], Stats]
+    plan: str = ""
+
+
+def contender(
+    comm: TreeComm, work: Workload, name: str, *, root: int | None = None, backend: str | None = None
+) -> Contender:
+    """Make this rank's shard and agree on an algorithm's call; collective.
+
+    Raises
+    ------
+    InputError
+        On every rank, if the algorithm does not serve such a call.
+    """
+    start, stop = work.span(comm.rank, comm.size)
+    q, (k, v), options = work.query(), work.cache(start, stop), work.options(start)
+    baseline = ALGORITHMS[name]
+    if baseline is None:
+        step = partial(treeattn.decode, q, k, v, comm=comm, root=root, backend=backend, **options)
+        step()  # agrees: later steps send the plan's messages and nothing else
+        plan, rank = comm.plan_for(work.state_bytes, root), comm.rank
+        return Contender(step, lambda: plan.predict(work.state_bytes).per_rank[rank], str(plan))
+    prepared = baseline.prepare(q, k, v, Options(**options), comm=comm, root=root, backend=backend)
+
+    def run() -> Any:
+        prepared.run()
+        return prepared.deliver()
+
+    return Contender(run, lambda: baseline.cost(prepared.problem).stats(comm.rank))
