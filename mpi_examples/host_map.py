@@ -33,7 +33,8 @@ def labels() -> list[str]:
 
 def summary(stats: Stats) -> str:
     """Write counts in words."""
-    return f"{stats.messages} messages of {stats.bytes} bytes, {stats.messages_between} to other hosts"
+    messages = "1 message" if stats.messages == 1 else f"{stats.messages} messages"
+    return f"{messages} of {stats.bytes} bytes, {stats.messages_between} to other hosts"
 
 
 def main() -> None:

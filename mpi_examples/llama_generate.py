@@ -2,7 +2,7 @@
 
 One process, four ranks started by this script, or the ranks that a launcher started::
 
-    python mpi_examples/llama_generate.py --prompt "What is the capital of Italy?"
+    python mpi_examples/llama_generate.py --prompt "What is the capital of France?"
     python mpi_examples/llama_generate.py --ranks 4 --prompt-file docs/tree-attention.md --question "What is a state?"
     mpirun -n 4 python mpi_examples/llama_generate.py --model model.gguf --raw --prompt "Once upon a time"
 

@@ -373,3 +373,10 @@ def test_truncate_takes_a_length_that_is_there(length):
     with pytest.raises(errors.InputError, match=r"^length: expected"):
         cache.truncate(length)
     assert cache.length == 4
+
+
+def test_causal_is_checked_where_it_makes_no_difference_too():
+    cache = treeattn.ShardedKVCache(None, **SHAPE, capacity=20)
+    cache.append(K, V)
+    with pytest.raises(errors.InputError, match="causal: expected True or False, got 'yes'"):
+        cache.decode(queries(1), causal="yes")

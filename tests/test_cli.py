@@ -87,6 +87,17 @@ def test_decode_writes_what_it_shows_as_json(treeattn, tmp_path):
     assert 0 < results["p10_ms"] <= results["median_ms"] <= results["p90_ms"]
 
 
+def test_decode_claims_no_rate_for_keys_that_a_window_leaves_out(treeattn, tmp_path):
+    ended = treeattn("decode", *SMALL, "--window", "9,0", "--json", tmp_path / "results.json")
+    assert ended.status == 0
+    assert "a window leaves keys out" in ended.out
+    assert json.loads((tmp_path / "results.json").read_text())["gb_per_s"] is None
+
+
+def test_the_list_of_commands_has_whole_sentences(treeattn):
+    assert "..." not in treeattn("--help").out.partition("Commands:")[2].partition("Examples:")[0]
+
+
 @pytest.mark.parametrize(
     "options",
     [

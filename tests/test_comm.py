@@ -330,6 +330,14 @@ def test_hosts_come_from_the_transport_the_environment_or_the_caller(monkeypatch
     assert wrong == ["TREEATTN_HOSTS: expected 2 labels, one per rank, got 3 (x, x, y)"] * 2
 
 
+def test_hosts_of_the_environment_are_not_for_a_part_of_the_world(monkeypatch):
+    monkeypatch.setenv("TREEATTN_HOSTS", "x,x,y")
+    assert treeattn.TreeComm().hosts != ("x",)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    assert run_ranks(2, lambda transport: treeattn.TreeComm(transport).hosts) == [("localhost", "localhost")] * 2
+
+
 class OneMemory(ThreadTransport):
     """All ranks share memory, whatever their hosts are called."""
 

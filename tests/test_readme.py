@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +39,17 @@ def test_every_file_it_links_to_is_there():
 @pytest.mark.parametrize("target", re.findall(r"`?make ([a-z-]+)", README))
 def test_every_make_target_it_names_is_there(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("inherited", [False, True])
+def test_the_demo_asks_any_question_to_the_letter(inherited):
+    asked = {"RANKS": "2", "QUESTION": 'What is "exact" here? It\'s $5 & more'}
+    variables = [] if inherited else [f"{name}={value}" for name, value in asked.items()]
+    environ = os.environ | (asked if inherited else {}) | {"MAKEFLAGS": ""}  # those of a `make test` above
+    make = ["make", "--dry-run", "--no-print-directory", "demo", *variables]
+    job = subprocess.run(make, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    words = shlex.split(job.stdout.splitlines()[-1])
+    assert [words[words.index(option) + 1] for option in ("--ranks", "--question")] == list(asked.values())
 
 
 @pytest.mark.parametrize("command", re.findall(r"^\$ (?:mpirun -n 8 )?treeattn ([^#\n]+)", README, flags=re.MULTILINE))

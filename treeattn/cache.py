@@ -11,7 +11,7 @@ from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_array
 from treeattn.comm import TreeComm, as_tree_comm
 from treeattn.distributed import Arguments, Decoding
 from treeattn.errors import InputError
-from treeattn.inputs import Layout, Options, check_layout, to_bhtd
+from treeattn.inputs import Layout, Options, check_flag, check_layout, to_bhtd
 from treeattn.ledger import Ledger, Segment
 from treeattn.prompt import prefill
 
@@ -298,6 +298,7 @@ class ShardedKVCache:
 
     def _placed(self, q: Any, q_pos: Any, causal: Any, window: Any) -> dict[str, Any]:
         """Position options; none for one query on the last token, which sees every key there is."""
+        causal = check_flag("causal", causal)
         shape = to_array("q", q).shape
         tokens = shape[self.layout.index("t")] if len(shape) == 4 else 1
         if q_pos is None and tokens == 1 and window is None:

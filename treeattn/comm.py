@@ -46,7 +46,8 @@ class TreeComm:
         It is duplicated. None is COMM_WORLD under a launcher, else one process, for which MPI is not imported.
     hosts : sequence of str, optional
         One label per rank; ranks with one label form a subtree. By default ranks share a host where the host name
-        and MPI's shared-memory split both say so. ``TREEATTN_HOSTS`` (comma-separated) does the same.
+        and MPI's shared-memory split both say so. ``TREEATTN_HOSTS`` (comma-separated) does the same for the
+        world; a part of it asks MPI.
     plan : str, pair, Radices or Plan
         "auto", a name ("shared", "flat", "oneshot", "binary"), radices (inside a host, between hosts), each a number or
         "all", the first also "shared", or a plan whose radices are taken. Shared memory is used where ranks of a host

@@ -26,6 +26,7 @@ __all__ = [
     "Layout",
     "Options",
     "Spec",
+    "check_flag",
     "check_layout",
     "resolve",
     "to_bhtd",
@@ -160,7 +161,7 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
     v = to_bhtd(_four_axes("v", _stored("v", v, options.kv_dtype), layout), layout)
     _check_shapes(q, k, v)
     state_dtype = "float64" if "float64" in {dtype_name(a) for a in (q, k, v)} else "float32"
-    causal, window = _flag("causal", options.causal), window_pair(options.window)
+    causal, window = check_flag("causal", options.causal), window_pair(options.window)
     kv_len = lengths(options.kv_len, q.shape[0], k.shape[2])
     q_pos, kv_pos = _positions(options, causal or window is not None, q, k, kv_len)
     mask = _mask(options.mask, (*q.shape[:3], k.shape[2]), state_dtype)
@@ -274,7 +275,8 @@ def _softcap(value: Any) -> float | None:
     return cap
 
 
-def _flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Any) -> bool:
+    """Give ``value`` as a bool if it is one; an InputError otherwise."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     raise InputError.of(name, expected="True or False", got=repr(value))

@@ -107,8 +107,10 @@ class Settings:
 def _hosts(hosts: Any, size: int) -> tuple[str, ...] | None:
     if hosts is not None:
         return check_hosts(hosts, size)
-    labels = hosts_of_environment(os.environ)
-    return None if labels is None else check_hosts(labels, size, HOSTS_VARIABLE)
+    labels, here = hosts_of_environment(os.environ), launched()
+    if labels is None or size == 1 or (here is not None and size < here.size):
+        return None  # the variable is about the world, not about a part of it
+    return check_hosts(labels, size, HOSTS_VARIABLE)
 
 
 def _timeout(timeout: Any) -> float:

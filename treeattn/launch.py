@@ -304,6 +304,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``RANKS PROGRAM [ARGUMENT]...``; give the exit status."""
     if len(arguments) < 2 or not arguments[0].isdecimal():
         print("usage: python -m treeattn.launch RANKS PROGRAM [ARGUMENT]...", file=sys.stderr)
+        print("starts a Python program on RANKS, a number, MPI ranks of this machine", file=sys.stderr)
         return 2
     try:
         return run(int(arguments[0]), arguments[1:])

@@ -116,16 +116,17 @@ class AnswerStream:
         self._written += text
 
 
-def summary(times: Times, memory: Sequence[Memory], plan: str) -> str:
-    """Say what a run took, for people."""
+def summary(times: Times, memory: Sequence[Memory], plan: str, limit: int) -> str:
+    """Say what a run took, for people; an answer of ``limit`` tokens may have been cut off."""
     speeds = times.as_dict()
+    tokens = f"{times.new_tokens} tokens" + (" (the limit)" if times.new_tokens == limit else "")
     lines = [
         "",
         f"tree    {plan}",
         f"load    {times.load:6.1f} s",
         f"prompt  {times.prefill:6.1f} s  {times.prompt_tokens} tokens, "
         f"{speeds['prompt_tokens_per_second']:.1f} a second",
-        f"answer  {times.decode:6.1f} s  {times.new_tokens} tokens, {speeds['new_tokens_per_second']:.1f} a second",
+        f"answer  {times.decode:6.1f} s  {tokens}, {speeds['new_tokens_per_second']:.1f} a second",
         "",
         "memory, MB   tokens held   key/value cache   peak without the shared weights   shared weights",
     ]

@@ -73,7 +73,7 @@ def run(question: Question, setup: Setup) -> None:
     memory = gather_memory(processes, weights.nbytes, attention.nbytes, attention.local_length)
     if tokenizer is not None:
         times = Times(loaded, generation.prefill_seconds, generation.decode_seconds, len(task.prompt), len(new_ids))
-        say(summary(times, memory, str(tree.plan)))
+        say(summary(times, memory, str(tree.plan), task.limit))
         if setup.json is not None:
             _write(setup.json, task, new_ids, text, times, memory)
     tree.free()

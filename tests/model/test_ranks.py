@@ -66,6 +66,7 @@ def test_the_script_writes_what_it_says(mpirun: Any, write_model: Any, tmp_path:
     assert "allreduce over 2 ranks on 2 hosts" in job.stderr
     assert f"{len(results['prompt_ids'])} of {len(results['prompt_ids'])} tokens" in job.stderr
     assert results["times"]["new_tokens"] == len(results["new_ids"])
+    assert ("5 tokens (the limit)" in job.stderr) == (len(results["new_ids"]) == 5)
     memory = results["memory"]
     assert [each["rank"] for each in memory] == [0, 1]
     # 2 layers, 2 KV heads, keys and values 4 wide, 4 bytes each.

@@ -123,12 +123,13 @@ def bench(
     json_file: str | None,
     **options: Any,
 ) -> int:
-    """Compare the tree with ring attention and the other baselines, on the same kernels and ranks.
+    """Compare the tree with ring attention and other baselines.
 
-    Every row is checked against a float64 oracle, and its messages against the algorithm's formula. A step is timed
-    from when all ranks are ready until the slowest has its result; agreeing on the call is left out for the
-    baselines, while the tree's costs it nothing. With emulated latency and ranks that are threads, time is each
-    rank's own: what it would take with a processor for itself, so that 64 ranks need no 64 cores.
+    All run on the same kernels and ranks. Every row is checked against a float64 oracle, and its messages against the
+    algorithm's formula. A step is timed from when all ranks are ready until the slowest has its result; agreeing on
+    the call is left out for the baselines, while the tree's costs it nothing. With emulated latency and ranks that
+    are threads, time is each rank's own: what it would take with a processor for itself, so that 64 ranks need no 64
+    cores.
     """
     here = launched()
     threads = here is None and (threads or options["delays"] is not None)

@@ -115,7 +115,7 @@ def _results(comm: TreeComm, work: Workload, found: Measurement) -> dict[str, An
         "p10_ms": 1e3 * deciles[0],
         "p90_ms": 1e3 * deciles[-1],
         "kv_bytes": work.kv_bytes,
-        "gb_per_s": work.kv_bytes / median / 1e9,
+        "gb_per_s": None if work.window else work.kv_bytes / median / 1e9,  # keys outside a window may be skipped
         "counted": asdict(found.counted),
         "predicted": asdict(found.predicted),
         "paper_bytes_per_rank": work.paper_bytes(comm.size),
@@ -130,6 +130,9 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
     error = "not asked for (--verify)"
     if verdict is not None:
         error = f"{verdict['error']:.2e}, at most {verdict['limit']:.2e} allowed; {verdict['method']}"
+    read = "not known: a window leaves keys out"
+    if results["gb_per_s"] is not None:
+        read = f"{results['gb_per_s']:.2f} GB/s, all ranks together"
     return [
         ("cache", f"{counts(work['tokens'])} tokens, {heads}, {work['dtype']}: {counts(results['kv_bytes'])} bytes"),
         ("plan", results["plan"] or results["algorithm"]),
@@ -138,7 +141,7 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
             "time per step",
             f"{results['median_ms']:.3f} ms (10 % to 90 %: {results['p10_ms']:.3f} to {results['p90_ms']:.3f})",
         ),
-        ("cache read", f"{results['gb_per_s']:.2f} GB/s, all ranks together"),
+        ("cache read", read),
         ("rounds", f"{counted['rounds']}, {counted['rounds_between']} between hosts"),
         ("messages", f"{counts(counted['messages'])}, {counts(counted['messages_between'])} between hosts"),
         ("bytes sent", f"{counts(counted['bytes'])}, {counts(counted['bytes_between'])} between hosts"),

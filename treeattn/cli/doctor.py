@@ -27,10 +27,10 @@ SIGNS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[red]
 @json_option
 @on_ranks()
 def doctor(*, json_file: str | None) -> int:
-    """Look over this installation; the exit status is 0 if it is healthy.
+    """Tell what is installed, what works and what does not.
 
     Run it the way you run your programs: under the same launcher, on the same hosts. What it prints belongs into
-    bug reports.
+    bug reports. The exit status is 0 if nothing failed.
     """
     checks = examine()
     rank, size, together = _examine_together()

@@ -119,10 +119,10 @@ def plan(
     price: float | None,
     json_file: str | None,
 ) -> int:
-    """Forecast memory and time between tokens on hardware that is not here.
+    """Forecast memory and time on hardware that is not here.
 
-    Nothing is run or measured: constants and their sources are in treeattn/catalog.py, the model in
-    treeattn/forecast.py. Weights are bfloat16, spread over the GPUs of a node.
+    The time is that between tokens. Nothing is run or measured: constants and their sources are in
+    treeattn/catalog.py, the model in treeattn/forecast.py. Weights are bfloat16, spread over the GPUs of a node.
     """
     demand = Demand(shape or look_up("model", model, MODELS), tokens, batch, STORED[dtype])
     device, between = look_up("gpu", gpu, DEVICES), look_up("link", link, LINKS)
@@ -190,7 +190,8 @@ def _summary(results: dict[str, Any], order: Order) -> list[tuple[str, str]]:
     demand = order.demand
     need = f"{counts(demand.tokens)} tokens, batch {demand.batch}, {results['model']}"
     rows = [("serves", f"{need}: {size(demand.weight_bytes)} of bfloat16 weights")]
-    rows.append(("hardware", f"{order.nodes} nodes of {order.per_node} {results['gpu']}, {results['link']} between"))
+    nodes = "1 node" if order.nodes == 1 else f"{order.nodes} nodes"
+    rows.append(("hardware", f"{nodes} of {order.per_node} {results['gpu']}, {results['link']} between"))
     for name, found in results["cache"].items():
         fit = "none fits" if found["smallest_fit"] is None else f"fits from {counts(found['smallest_fit'])} ranks"
         rows.append((f"cache in {name}", f"{size(found['bytes'])}, {size(found['bytes_per_rank'])} per rank; {fit}"))
