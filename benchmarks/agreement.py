@@ -21,13 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import treeattn
+from treeattn.cli.output import console, print_rows
 from treeattn.errors import InputError
 from treeattn.plan import Plan
 from treeattn.transport import Transport
+
+CALLS = {
+    "allreduce": "allreduce",
+    "bare": "without headers and checks",
+    "disagree": "a rank is wrong, all raise",
+    "first": "another shape than before",
+}
 
 
 class Bare:
@@ -110,12 +116,8 @@ def main() -> None:
 
 
 def show(found: dict[str, float], ranks: int, plan: str, path: Path | None) -> None:
-    table = Table(title=f"{ranks} ranks, median of rank 0's times", caption=plan)
-    for column in ("call", "µs"):
-        table.add_column(column)
-    for name, value in found.items():
-        table.add_row(name, f"{value:.1f}")
-    Console(width=100).print(table)
+    rows = [("plan", plan), *((CALLS[name], f"{value:.1f} µs") for name, value in found.items())]
+    print_rows(console(None), f"{ranks} ranks, median of rank 0's times", rows)
     if path is not None:
         path.write_text(json.dumps({"ranks": ranks, "plan": plan, "microseconds": found}, indent=2) + "\n")
 

@@ -1,5 +1,8 @@
 """Every backend that ships, and the fake, through the conformance suite that ships."""
 
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -18,6 +21,11 @@ class TestReference(BackendConformance):
 
 class TestFake(BackendConformance):
     backend = FakeBackend()
+
+
+class TestTheExampleOfABackend(BackendConformance):
+    backend = runpy.run_path(str(Path(__file__).parent.parent / "mpi_examples" / "custom_backend.py"))["NumpyBackend"]()
+    refused = ("causal", "window", "softcap", "bool mask", "float mask", "kv_len")
 
 
 def test_the_fake_refuses_with_its_reasons():

@@ -13,6 +13,7 @@ import pytest
 import treeattn
 from treeattn import PartialState
 from treeattn.backends.base import Backend
+from treeattn.errors import BackendError
 from treeattn.testing.oracle import assert_attention, assert_close, dense, on_host, tolerance
 
 __all__ = ["BackendConformance"]
@@ -44,6 +45,8 @@ class BackendConformance:
         What is tested.
     dtypes : tuple of str
         Types of q, k and v that it takes; narrow it where it can't take all.
+    refused : tuple of str
+        Keys of ``CASES`` that it refuses, and has to give reasons for.
 
     Examples
     --------
@@ -54,6 +57,7 @@ class BackendConformance:
 
     backend: Backend
     dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
+    refused: tuple[str, ...] = ()
 
     def inputs(self, dtype: str = "float32", layout: str = "bhtd") -> tuple[Array, Array, Array]:
         """Two rows, six query heads over two KV heads, three query tokens, and values wider than keys."""
@@ -92,8 +96,12 @@ class BackendConformance:
 
     @pytest.mark.parametrize("case", CASES)
     def test_every_option_gives_the_dense_answer(self, case: str) -> None:
-        """Within twice the error of plain NumPy."""
+        """Within twice the error of plain NumPy, or refused with reasons."""
         q, k, v = self.inputs(layout=CASES[case].get("layout", "bhtd"))
+        if case in self.refused:
+            with pytest.raises(BackendError, match=r"can't run this: ."):
+                treeattn.attention(q, k, v, backend=self.backend, **CASES[case])
+            return
         got = treeattn.attention(q, k, v, backend=self.backend, return_lse=True, **CASES[case])
         assert_attention(got, q, k, v, **CASES[case])
 
@@ -107,6 +115,8 @@ class BackendConformance:
 
     def test_hidden_keys_contribute_nothing_whatever_they_hold(self) -> None:
         """NaN and infinity behind kv_len or a mask never appear."""
+        if "kv_len" in self.refused:
+            pytest.skip("kv_len is refused")
         q, k, v = self.inputs()
         k[1, :, 4:], v[1, :, 4:] = np.nan, np.inf
         options: dict[str, Any] = {"kv_len": np.array([TOKENS, 4])}
