@@ -31,10 +31,12 @@ inline = numba.njit(error_model="numpy", nogil=True, fastmath=False)
 ``fastmath=False`` is said aloud, for numba lets a function that doesn't say it inherit the flags of its first caller.
 """
 
-loops = numba.njit(error_model="numpy", nogil=True, fastmath={"contract", "reassoc", "nsz"})
+loops = numba.njit(error_model="numpy", nogil=True, fastmath={"contract", "reassoc", "nsz"}, forceinline=True)
 """For inner loops of which no two machines must agree: sums may be reordered and contracted, so that they vectorise.
 
-NaN and infinities stay what they are: the other flags would make masks and empty shards undefined.
+NaN and infinities stay what they are: the other flags would make masks and empty shards undefined. Always inlined: a
+symbol that several compiled parts share is resolved to whichever copy was loaded first, and copies that were vectorised
+in different places sum in different orders, so that code just compiled and code from the disk would differ in bits.
 """
 
 

@@ -323,12 +323,28 @@ print(cache_folder())
 """
 
 
-def run_program(**environment):
+BITS = """
+import zlib, numpy as np, treeattn
+rng = np.random.default_rng(0)
+for width, options in ((64, {}), (33, {"causal": True, "softcap": 3.0, "mask": np.arange(700) != 5})):
+    q, k, v = (rng.standard_normal((1, heads, n, width), dtype=np.float32) for heads, n in ((8, 2), (2, 700), (2, 700)))
+    state = treeattn.partial_attention(q, k, v, **options)
+    print(zlib.crc32(state.packed), zlib.crc32(state.merge(state).finish()))
+"""
+
+
+def run_program(program=PROGRAM, **environment):
     package = os.path.dirname(os.path.dirname(treeattn.__file__))
     variables = {**os.environ, "PYTHONPATH": package, **environment}
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM], env=variables, text=True, stdout=subprocess.PIPE
+        [sys.executable, "-W", "error", "-c", program], env=variables, text=True, stdout=subprocess.PIPE
     )
+
+
+def test_code_from_the_disk_gives_the_bits_of_code_just_compiled(tmp_path):
+    compiled, loaded = (run_program(BITS, NUMBA_CACHE_DIR=str(tmp_path)).communicate(timeout=120)[0] for _ in "12")
+    assert len(compiled.split()) == 4
+    assert loaded == compiled
 
 
 def test_processes_that_start_together_on_an_empty_cache_all_work(tmp_path):
