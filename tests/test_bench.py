@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from treeattn import cli
+from treeattn.cli.comparison import Row
 from treeattn.cli.contender import ALGORITHMS
+from treeattn.cli.plots import draw, import_pyplot
 from treeattn.cli.workload import Workload
 
 SMALL = (
@@ -130,6 +132,18 @@ def test_plots_are_drawn(bench, tmp_path):
     status, _, _ = bench(*SMALL, *arguments)
     assert status == 0
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_algorithm_has_one_colour_in_all_panels_of_a_plot(monkeypatch, tmp_path):
+    pyplot = pytest.importorskip("matplotlib", reason="matplotlib (extra `plot`) is not installed") and import_pyplot()
+    drawn = []
+    monkeypatch.setattr(pyplot.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    numbers = {"hosts": 1, "tokens": 64, "batch": 1, "payload_bytes": 8, "median_ms": 1.0, "peak_bytes": 1}
+    rows = [Row(name, ranks, **numbers) for ranks in (2, 16) for name in ("tree", "ulysses", "gather")]
+    draw([row for row in rows if (row.algorithm, row.ranks) != ("ulysses", 16)], str(tmp_path / "rows.png"))
+    colors = [{line.get_label(): line.get_color() for line in axis.get_lines()} for axis in drawn[0].axes]
+    assert colors[0].keys() == {"tree", "ulysses", "gather"}
+    assert colors[1] == {name: colors[0][name] for name in ("tree", "gather")}
 
 
 def test_mpi_ranks_report_to_the_command_that_started_them(bench, mpirun):

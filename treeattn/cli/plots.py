@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from treeattn.cli.contender import ALGORITHMS
 from treeattn.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def draw(rows: Sequence[Row], file: str) -> None:
 def _panel(axis: Any, rows: Sequence[Row], by: str, value: Callable[[Row], float], title: str) -> None:
     for name in dict.fromkeys(row.algorithm for row in rows):
         own = [row for row in rows if row.algorithm == name]
-        axis.plot([getattr(row, by) for row in own], [value(row) for row in own], marker="o", label=name)
+        # An algorithm keeps its colour where another, having refused, is missing.
+        color = f"C{list(ALGORITHMS).index(name)}"
+        axis.plot([getattr(row, by) for row in own], [value(row) for row in own], marker="o", label=name, color=color)
     axis.set(title=title, xlabel=by, xscale="log", yscale="log")
     ticks = sorted({getattr(row, by) for row in rows})
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
