@@ -1,6 +1,8 @@
 """Constants that forecasts rest on: models, devices and links, each with its source, in one table each.
 
-Rates are what the sources state, before any efficiency; `treeattn.forecast` says what share of them it counts on.
+Rates are stated ones, before any efficiency; `treeattn.forecast` says what share of them it counts on. For models and
+devices, and for links whose source is a datasheet, the source is where to check the figure: it was written down from
+memory and has not been compared with that page.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class Device:
     source: str
 
 
-# Source of all: the config.json and the parameter count of each model's page on Hugging Face.
+# Where to check: the config.json and the parameter count of each model's page on Hugging Face; see the module.
 MODELS = {
     "llama-3-8b": Model(32, 32, 8, 128, 8.03e9),
     "llama-3-70b": Model(80, 64, 8, 128, 70.6e9),
