@@ -1,6 +1,7 @@
 """Constants that forecasts rest on: models, devices and links, each with its source, in one table each.
 
-Rates are stated ones, before any efficiency; `treeattn.forecast` says what share of them it counts on. For models and
+Rates are stated ones, before any efficiency; `treeattn.forecast` says what share of them it counts on. Links become a
+cost model in `treeattn.costs`. For models and
 devices, and for links whose source is a datasheet, the source is where to check the figure: it was written down from
 memory and has not been compared with that page.
 """
@@ -52,11 +53,38 @@ class Link:
     gb_per_s : float
         1e9 bytes per second and rank, one direction.
     source : str
+    gap_us : float
+        Microseconds that each message costs its sender, and its receiver, before they can turn to the next.
+    steps : tuple of (bytes, us)
+        A message of more than so many bytes takes so many microseconds more: the handshakes of protocols.
+    largest_radix : int or None
+        Most ranks that should meet in one round; None sets no limit.
+    lanes : int or None
+        How many ranks of a host can use it at full rate at once, such as a host's network cards; None is all.
+    jitter_us : float
+        Microseconds by which the 99th percentile of a round lies above the median.
     """
 
     alpha_us: float
     gb_per_s: float
     source: str
+    gap_us: float = 0.0
+    steps: tuple[tuple[int, float], ...] = ()
+    largest_radix: int | None = None
+    lanes: int | None = None
+    jitter_us: float = 0.0
+
+    def message_us(self, nbytes: float) -> float:
+        """Microseconds until a lone message of ``nbytes`` is there."""
+        return self.alpha_us + self.transfer_us(nbytes) + self.handshake_us(nbytes)
+
+    def transfer_us(self, nbytes: float) -> float:
+        """Microseconds that ``nbytes`` take to go by."""
+        return nbytes / (self.gb_per_s * 1e3)
+
+    def handshake_us(self, nbytes: float) -> float:
+        """Microseconds that protocols take for a message of ``nbytes``."""
+        return sum(more for limit, more in self.steps if nbytes > limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +126,34 @@ MODELS = {
 }
 
 # NCCL states per-hop latencies in src/graph/tuning.cc: for messages of its Simple protocol 4.0 us by NVLink or PCIe
-# and 14 us over a network.
+# and 14 us over a network. A message costs its ends a call each, a microsecond from Python (measured, Open MPI 5.0.11).
+# Over TCP, Open MPI asks before it sends more than 64 KiB (btl_tcp_eager_limit), a round trip; NCCL's latency for
+# networks is that of its protocol for large messages already. On Ethernet, and RoCE is Ethernet, many senders to one
+# receiver overrun the switch's buffers; how many are safe depends on the switch, and 8 is an assumption.
 LINKS = {
-    "nvlink4": Link(4.0, 450, "H100 datasheet: 900 GB/s both ways; latency: NCCL tuning.cc"),
-    "infinity-fabric": Link(4.0, 64, "MI300X datasheet: 128 GB/s both ways per link; latency taken from NVLink"),
-    "pcie4-staged": Link(20, 5, "arXiv 2408.04093 Table 2, two RTX 4090: no peer access, through host memory"),
-    "pcie5-staged": Link(20, 10, "twice PCIe 4; no measurement"),
-    "shared-memory": Link(5, 5, "measured: Open MPI 5.0.11, 4 ranks on 2 cores, 16 KiB in 6.5 to 9 us"),
-    "ib-ndr": Link(14, 50, "400 Gbit/s per rank; latency: NCCL tuning.cc"),
-    "ib-hdr": Link(14, 25, "200 Gbit/s per rank; latency: NCCL tuning.cc"),
-    "ethernet-400g": Link(30, 50, "400 Gbit/s per rank; latency: twice InfiniBand's, an assumption"),
-    "ethernet-100g": Link(30, 12.5, "100 Gbit/s per rank; latency: twice InfiniBand's, an assumption"),
-    "ethernet-10g": Link(50, 1.25, "10 Gbit/s per rank; latency: usual for TCP, an assumption"),
+    "nvlink4": Link(4.0, 450, "H100 datasheet: 900 GB/s both ways; latency: NCCL tuning.cc", 1.0),
+    "infinity-fabric": Link(4.0, 64, "MI300X datasheet: 128 GB/s both ways per link; latency taken from NVLink", 1.0),
+    "pcie4-staged": Link(
+        20, 5, "arXiv 2408.04093 Table 2, two RTX 4090: no peer access, through host memory", 1.0, lanes=2
+    ),
+    "pcie5-staged": Link(20, 10, "twice PCIe 4; no measurement", 1.0, lanes=2),
+    "shared-memory": Link(
+        5, 10, "measured: Open MPI 5.0.11, 4 ranks on 2 cores, 16 KiB in 6.5 to 9 us", 1.0, largest_radix=8, lanes=2
+    ),
+    "window": Link(3, 25, "measured: 2 ranks on 2 cores, a state of 16 KiB swapped and merged in 5.3 us", 1.0),
+    "ib-ndr": Link(14, 50, "400 Gbit/s per rank; latency: NCCL tuning.cc", 1.0),
+    "ib-hdr": Link(14, 25, "200 Gbit/s per rank; latency: NCCL tuning.cc", 1.0),
+    "roce-400g": Link(14, 50, "400 Gbit/s per rank; latency taken from InfiniBand", 1.0, largest_radix=8),
+    "ethernet-400g": Link(
+        30, 50, "400 Gbit/s per rank; latency: twice InfiniBand's, an assumption", 1.0, ((65536, 60),), 8
+    ),
+    "ethernet-100g": Link(
+        30, 12.5, "100 Gbit/s per rank; latency: twice InfiniBand's, an assumption", 1.0, ((65536, 60),), 8
+    ),
+    "ethernet-10g": Link(
+        50, 1.25, "10 Gbit/s per rank; latency: usual for TCP, an assumption", 1.0, ((65536, 100),), 8
+    ),
+    "any-network": Link(30, 12.5, "where nothing is known: as ethernet-100g, up to 16 at once", 1.0, (), 16, 1),
 }
 
 DEVICES = {
