@@ -1,36 +1,61 @@
 """The contract of a backend: read this to write one.
 
-A backend says which kernels run for a call and how the states they make are merged and finished. To add one:
+A backend says which kernels run for a call, and how the states they make are merged, finished and moved. To add one:
 
-1. Subclass `Backend`. Set ``name``, the word that ``backend=`` takes.
+1. Subclass `Backend`. Set ``name``, the word that ``backend=`` takes, and ``capabilities``.
 2. Write `reasons`: every reason why it can't run here, or can't run this call, each one sentence with the remedy
    where it is known. An empty list means that it can. Never a bare boolean: the reasons are what a user reads.
 3. Write `prepare`: choose kernels for a `Spec` (shapes, dtypes, strides, options; hashable, so results may be
    cached by it) and return a function of the call's `Args`. It is called once per decode step with arrays that
    match the spec; only the number of keys may differ from step to step. It may assume that everything was
    validated, and must not read a key or value that is hidden.
-4. Set ``ops`` to an object with the methods of `treeattn.state.StateOps`, which merge, finish and move the packed
-   states. The tree never looks inside a state in any other way.
-5. Override `energy` where arrays live on a device; host arrays are served by the default.
-6. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
-   ``treeattn.backends``.
-7. Subclass ``treeattn.testing.BackendConformance`` in your tests and inherit every check.
+4. Set ``ops`` to an object with the methods of `treeattn.state.StateOps`; `treeattn.backends.host.HostOps` has them
+   for states in host memory. They merge and finish packed states, and take them to the wire and back: the packed
+   buffer is what travels, so packing is a copy to host memory (``to_host``), and unpacking one from it
+   (``from_host``). ``ops.staged`` are the operations on a state that has been copied so; between the two copies,
+   one each way, it is the host that merges. The tree never looks inside a state in any other way, and ``merge`` must
+   give the bits of `HostOps`, since ranks with different backends may meet.
+5. Keep to stream order, where the device has streams: everything runs on the stream that is the caller's current one
+   when a function is called, and a result is ready for whoever uses it on that stream. Nothing waits for a device,
+   but ``to_host``, ``from_host`` and ``wait``, which the communicator calls before MPI sees any memory: they wait for
+   that one stream, by event.
+6. Override `energy` where arrays live on a device; host arrays are served by the default.
+7. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
+   ``treeattn.backends``. A plug-in that can't be loaded is left out, with a warning.
+8. Subclass ``treeattn.testing.BackendConformance`` in your tests and inherit every check.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from treeattn.inputs import Args, Spec
     from treeattn.state import StateOps
 
-__all__ = ["Backend", "Prepared"]
+__all__ = ["Backend", "Capabilities", "Prepared"]
 
 Prepared: TypeAlias = "Callable[[Args, Any], Any]"
 """``prepared(args, out)``: fills the packed buffer ``out`` (B, Hq, Tq, Dv + 2) with the state of this call's keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do at all; what it can't do with one call, `Backend.reasons` says.
+
+    Parameters
+    ----------
+    dtypes : tuple of str
+        Types of q, k and v that it computes with; the conformance suite tests each.
+    graphs : bool
+        Whether its kernels can be captured, as `treeattn.graphs.capture` does.
+    """
+
+    dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
+    graphs: bool = False
 
 
 class Backend(ABC):
@@ -38,6 +63,7 @@ class Backend(ABC):
 
     name: str
     ops: StateOps
+    capabilities: Capabilities = Capabilities()
     note: str = ""
     """What a user should know of it even where it can run; ``treeattn doctor`` prints it."""
 

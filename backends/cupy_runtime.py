@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -81,16 +82,14 @@ class CupyRuntime:
         """Copy through pinned memory, which is kept until the copy is done."""
         staging = self._stage(packed.nbytes)
         staging[:] = data.reshape(-1)
-        stream = self._cupy.cuda.get_current_stream()
-        packed.data.copy_from_host_async(staging.ctypes.data, packed.nbytes, stream)
-        self._wait(stream)
+        packed.data.copy_from_host_async(staging.ctypes.data, packed.nbytes, self._cupy.cuda.get_current_stream())
+        self.wait()
 
     def copy_out(self, packed: Any, out: npt.NDArray[np.uint8]) -> None:
         """Copy through pinned memory; waits by event for this stream only."""
         staging = self._stage(packed.nbytes)
-        stream = self._cupy.cuda.get_current_stream()
-        packed.data.copy_to_host_async(staging.ctypes.data, packed.nbytes, stream)
-        self._wait(stream)
+        packed.data.copy_to_host_async(staging.ctypes.data, packed.nbytes, self._cupy.cuda.get_current_stream())
+        self.wait()
         out.reshape(-1)[:] = staging
 
     def _stage(self, size: int) -> npt.NDArray[np.uint8]:
@@ -98,15 +97,19 @@ class CupyRuntime:
             self._staging[size] = self._pinned(size, np.uint8)
         return self._staging[size]
 
-    def _wait(self, stream: Any) -> None:
+    def wait(self) -> None:
         """Wait by asking: a blocking call would hold this thread even where the card has died."""
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
-        polls = 0
-        while not event.done:
+        done, polls = self.mark(), 0
+        while not done():
             polls += 1
             if polls > POLLS:
                 time.sleep(NAP)
+
+    def mark(self) -> Callable[[], bool]:
+        """Record an event on the current stream, and give what asks for it."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._cupy.cuda.get_current_stream())
+        return lambda: bool(event.done)
 
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> CupyKernel:
         """Compile with NVRTC or hiprtc; CuPy keeps the machine code on disk."""

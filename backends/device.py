@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.backends.base import Backend, Prepared
+from treeattn.backends.base import Backend, Capabilities, Prepared
+from treeattn.backends.host import HostOps
 from treeattn.backends.runtime import Kernel, Runtime
 from treeattn.devices import broadcast, on_device
 from treeattn.errors import BackendError
@@ -27,6 +28,9 @@ LIMIT = 2**31
 
 Bytes = npt.NDArray[np.uint8]
 
+FAMILIES = {"cuda": "cuda", "hip": "rocm"}
+"""What MPI calls the memory of cards whose kernels are of a dialect."""
+
 ON_DEVICE = ("q", "k", "v", "q_pos", "kv_pos", "kv_len", "mask", "k_scale", "v_scale")
 
 
@@ -42,12 +46,17 @@ class DeviceOps:
     """
 
     def __init__(self, name: str, backend: DeviceBackend) -> None:
-        self._name, self._backend = name, backend
+        self._name, self._backend, self.staged = name, backend, HostOps(name)
 
     @property
     def name(self) -> str:
         """Name of the backend."""
         return self._name
+
+    @property
+    def direct(self) -> str:
+        """Family of the card's memory, unless the backend always stages."""
+        return "" if self._backend.always_staged else FAMILIES[self._runtime.target.dialect]
 
     @property
     def _runtime(self) -> Runtime:
@@ -97,6 +106,10 @@ class DeviceOps:
         if packed.nbytes:
             self._runtime.copy_in(data, packed)
 
+    def wait(self) -> None:
+        """Wait for the current stream, by event."""
+        self._runtime.wait()
+
     def _kernel(self, name: str) -> Kernel:
         text, defines = source.text("merge.cu"), source.merge_defines()
         return self._backend.compiled(text, f"treeattn_{name}", defines, contract=False)
@@ -114,6 +127,9 @@ class DeviceBackend(Backend):
     """Runs ``kernels/gpu`` on one card. Subclasses say which, and bring the runtime."""
 
     note = "not yet run on a card"
+    capabilities = Capabilities(("float32", "float16", "bfloat16"), graphs=True)
+    always_staged = False
+    """Whether states take the way through pinned host memory even where MPI could take the card's."""
 
     def __init__(self) -> None:
         self.ops = DeviceOps(self.name, self)

@@ -33,6 +33,13 @@ class HostOps:
         """Name of the backend."""
         return self._name
 
+    direct = ""
+
+    @property
+    def staged(self) -> HostOps:
+        """States in host memory need no copy."""
+        return self
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate a packed buffer, not initialised."""
         return np.empty(shape, dtype)
@@ -61,6 +68,9 @@ class HostOps:
     def from_host(self, data: npt.NDArray[np.uint8], packed: Array) -> None:
         """Copy the packed bytes from ``data``."""
         packed.reshape(-1).view(np.uint8)[:] = data.reshape(-1)
+
+    def wait(self) -> None:
+        """Nothing runs beside the caller."""
 
 
 def host_reasons(spec: Spec | None) -> list[str]:

@@ -17,6 +17,7 @@ class PcieBackend(DeviceBackend):
     """Cards that meet on PCIe only, such as the GeForce and Radeon ones."""
 
     name = "pcie"
+    always_staged = True
 
     def machine_reasons(self) -> list[str]:
         """Say what is missing for either family; one that works is enough."""

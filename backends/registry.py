@@ -26,12 +26,14 @@ BUILT_IN = {
     "fake": "treeattn.testing.fake_backend:FakeBackend",
 }
 GROUP = "treeattn.backends"
+UNLISTED = ("fake",)
+"""Built in for tests: taken by name, and not offered."""
 DEFAULT = "cpu"
 
 
 def names() -> list[str]:
-    """Names that ``backend=`` takes, built-in ones first."""
-    return [*BUILT_IN, *(name for name in _plugins() if name not in BUILT_IN)]
+    """Names that ``backend=`` offers, built-in ones first."""
+    return [*(name for name in BUILT_IN if name not in UNLISTED), *_plugins()]
 
 
 def find(backend: Any = None, spec: Spec | None = None) -> Backend:
@@ -66,13 +68,17 @@ def notes() -> dict[str, str]:
 
 
 def available() -> dict[str, list[str]]:
-    """Every backend by name, with the reasons why it can't run here (none where it can)."""
+    """Every backend by name, with the reasons why it can't run here (none where it can).
+
+    A plug-in that can't be loaded warns, and has that for its reason.
+    """
     found = {}
     for name in names():
         try:
             found[name] = load(name).reasons()
-        except Exception as error:  # a broken plug-in is a reason too, and never the end of the program
-            found[name] = [f"it could not be loaded: {error}"]
+        except Exception as error:  # of a stranger's code, whatever it is: never the end of the program
+            found[name] = [f"{type(error).__name__}: {error}"]
+            warnings.warn(f"backend {name!r} is left out: {found[name][0]}", stacklevel=2)
     return found
 
 
@@ -89,12 +95,21 @@ def load(name: str) -> Backend:
         module, _, attribute = BUILT_IN[name].partition(":")
         made = getattr(importlib.import_module(module), attribute)()
     elif name in _plugins():
-        made = _plugins()[name].load()()
+        made = _plugin(name)
     else:
         raise InputError.of("backend", expected=f"one of {', '.join(map(repr, names()))}", got=repr(name))
     if not isinstance(made, Backend):
         raise BackendError(f"backend {name!r} is not a treeattn.backends.base.Backend but {type(made).__name__}")
     return made
+
+
+def _plugin(name: str) -> Any:
+    """Make a plug-in's backend; what goes wrong in its code is told with its place."""
+    point = _plugins()[name]
+    try:
+        return point.load()()
+    except Exception as error:
+        raise BackendError(f"{point.value} could not be loaded ({type(error).__name__}: {error})") from error
 
 
 @cache

@@ -50,5 +50,8 @@ class Runtime(Protocol):
     def copy_out(self, packed: Any, out: npt.NDArray[np.uint8]) -> None:
         """Copy a device array's bytes to host memory, complete on return; waits for the current stream only."""
 
+    def wait(self) -> None:
+        """Return when what was started on the current stream is done; asks an event, and waits for no other stream."""
+
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> Kernel:
         """Compile a kernel; without ``contract``, no multiplication and addition may be fused."""

@@ -79,7 +79,7 @@ class Exchange:
         self.records.load(state)
         if state.ops is not self._ops:
             for each in self.rounds:
-                each.prepare(state.ops, isinstance(state._packed, np.ndarray))
+                each.prepare(state.ops)
             self._ops = state.ops
 
     def run(self, own: Header) -> Header:

@@ -77,20 +77,9 @@ class Records:
         """Copy a state to record 0."""
         state.ops.to_host(state._packed, self.payloads[0])
 
-    def merger(self, ops: StateOps, on_host: bool, payloads: Sequence[Bytes]) -> Callable[[], None]:
-        """Give what merges ``payloads`` into record 0, in the order given, by ``ops``."""
-        if on_host:
-            return ops.prepare_merge(self.state(self.payloads[0]), [self.state(each) for each in payloads])
-        arrays = [ops.empty(self.shape, self.dtype) for _ in payloads]
-        merge = ops.prepare_merge(arrays[0], arrays)
-
-        def merge_on_device() -> None:
-            for payload, array in zip(payloads, arrays, strict=True):
-                ops.from_host(payload, array)
-            merge()
-            ops.to_host(arrays[0], self.payloads[0])
-
-        return merge_on_device
+    def merger(self, ops: StateOps, payloads: Sequence[Bytes]) -> Callable[[], None]:
+        """Give what merges ``payloads`` into record 0, in the order given, where they are: in host memory."""
+        return ops.staged.prepare_merge(self.state(self.payloads[0]), [self.state(each) for each in payloads])
 
     def state(self, payload: Bytes) -> Array:
         """See a payload as the packed state that it is."""
@@ -137,12 +126,11 @@ class MessageRound:
         self._headers = [records.headers[at] for _, _, at in step.receives]
         self._mergers: list[Callable[[], None]] = []
 
-    def prepare(self, ops: StateOps, on_host: bool) -> None:
+    def prepare(self, ops: StateOps) -> None:
         """Make ready to merge by ``ops``."""
         records = self._records
         self._mergers = [
-            records.merger(ops, on_host, [records.payloads[source] for source in sources])
-            for sources in self._step.merges
+            records.merger(ops, [records.payloads[source] for source in sources]) for sources in self._step.merges
         ]
 
     def swap(self, full: bool) -> Sequence[memoryview]:
@@ -205,17 +193,17 @@ class WindowRound:
     def _use(self) -> int:
         return self._window.use + self._ordinal
 
-    def prepare(self, ops: StateOps, on_host: bool) -> None:
+    def prepare(self, ops: StateOps) -> None:
         """Make ready to merge, straight out of the window, by ``ops``; what is not merged is copied to its record."""
-        self._mergers = [self._prepare(ops, on_host, use) for use in (0, 1)]
+        self._mergers = [self._prepare(ops, use) for use in (0, 1)]
 
-    def _prepare(self, ops: StateOps, on_host: bool, use: int) -> list[Callable[[], None]]:
+    def _prepare(self, ops: StateOps, use: int) -> list[Callable[[], None]]:
         records, size = self._records, self._records.payload_bytes
         found = {at: self._window.payload(rank, use, size) for rank, slots, at in self._step.receives if slots}
         if not self._step.merges:
             return [_copier(records.payloads[at], payload) for at, payload in found.items()]
         found.setdefault(0, records.payloads[0])
-        return [records.merger(ops, on_host, [found[at] for at in sources]) for sources in self._step.merges]
+        return [records.merger(ops, [found[at] for at in sources]) for sources in self._step.merges]
 
     def swap(self, full: bool) -> Sequence[memoryview]:
         """Publish and wait for the others; gives no headers where all are this rank's."""

@@ -33,6 +33,14 @@ class StateOps(Protocol):
     def name(self) -> str:
         """Name of the backend, for messages."""
 
+    @property
+    def direct(self) -> str:
+        """Family of the device memory, "cuda" or "rocm", that a GPU-aware MPI may be given as it is; "" for none."""
+
+    @property
+    def staged(self) -> StateOps:
+        """Operations on this backend's states where their packed bytes have been copied to host memory."""
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate a packed buffer, not initialised."""
 
@@ -53,6 +61,9 @@ class StateOps(Protocol):
 
     def from_host(self, data: npt.NDArray[np.uint8], packed: Array) -> None:
         """Copy the packed bytes from host memory, complete on return."""
+
+    def wait(self) -> None:
+        """Return when what was started on the current stream is done, where there are streams."""
 
 
 class PartialState:

@@ -106,7 +106,7 @@ class FakeCard:
         self.emulator, self.target, self.multiprocessors = emulator, target_of(arch), 2
         self._memory = mmap.mmap(-1, ARENA)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.used = self.launches = self.copies = 0
+        self.used = self.launches = self.copies = self.waits = 0
         self.stream = 0
         self._protect(NO_ACCESS)
 
@@ -150,6 +150,9 @@ class FakeCard:
         self.copies += 1
         with self.access():
             ctypes.memmove(out.ctypes.data, packed.data.ptr, packed.nbytes)
+
+    def wait(self) -> None:
+        self.waits += 1
 
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> FakeKernel:
         struct = {"treeattn_merge": "ta_merge", "treeattn_finish": "ta_finish"}.get(kernel, "ta_call")

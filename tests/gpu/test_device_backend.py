@@ -27,8 +27,6 @@ HERE = Path(__file__).parent
 class TestFakeCard(BackendConformance):
     """Every check that a backend must pass, with arrays of the host."""
 
-    dtypes = ("float32", "float16", "bfloat16")
-
     @pytest.fixture(autouse=True)
     def _backend(self, card: FakeCard) -> None:
         self.backend = FakeCardBackend(card)

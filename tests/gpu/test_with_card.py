@@ -33,8 +33,6 @@ def the_backend() -> Backend:
 class TestCard(BackendConformance):
     """Every check that a backend must pass, on the card that is here."""
 
-    dtypes = ("float32", "float16", "bfloat16")
-
     @pytest.fixture(autouse=True)
     def _backend(self) -> None:
         self.backend = the_backend()

@@ -43,8 +43,6 @@ class BackendConformance:
     ----------
     backend : Backend
         What is tested.
-    dtypes : tuple of str
-        Types of q, k and v that it takes; narrow it where it can't take all.
     refused : tuple of str
         Keys of ``CASES`` that it refuses, and has to give reasons for.
 
@@ -56,7 +54,6 @@ class BackendConformance:
     """
 
     backend: Backend
-    dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
     refused: tuple[str, ...] = ()
 
     def inputs(self, dtype: str = "float32", layout: str = "bhtd") -> tuple[Array, Array, Array]:
@@ -107,7 +104,7 @@ class BackendConformance:
 
     def test_every_dtype_gives_the_dense_answer(self) -> None:
         """Within twice the error of plain NumPy in that dtype."""
-        for dtype in self.dtypes:
+        for dtype in self.backend.capabilities.dtypes:
             q, k, v = self.inputs(dtype)
             got = treeattn.attention(q, k, v, backend=self.backend, return_lse=True)
             assert got[0].dtype == q.dtype
@@ -162,7 +159,7 @@ class BackendConformance:
 
     def test_the_identity_is_neutral_exactly(self) -> None:
         """Law 1: not a bit changes."""
-        for dtype in {"float32", "float64"} & set(self.dtypes):
+        for dtype in {"float32", "float64"} & set(self.backend.capabilities.dtypes):
             (state,) = self.states(dtype=dtype)
             identity = PartialState.identity(state.shape, dtype=dtype, backend=self.backend)
             for merged in (identity.merge(state), state.merge(identity), treeattn.merge([identity, state, identity])):

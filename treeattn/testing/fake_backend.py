@@ -51,10 +51,17 @@ class FakeOps:
     def __init__(self, name: str, calls: list[str], failures: dict[str, Exception]) -> None:
         self._host, self._calls, self._failures = HostOps(name), calls, failures
 
+    direct = ""
+
     @property
     def name(self) -> str:
         """Name of the backend."""
         return self._host.name
+
+    @property
+    def staged(self) -> HostOps:
+        """What runs once a state has been copied from the device."""
+        return self._host
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Allocate on the device; what was there before is garbage, and here it is NaN."""
@@ -89,6 +96,10 @@ class FakeOps:
         """Copy to the device."""
         self._record("from_host")
         self._host.from_host(data, packed._memory)
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        self._record("wait")
 
     def _record(self, name: str) -> None:
         self._calls.append(name)
