@@ -10,7 +10,9 @@ TOKENS ?= 92
 DOCUMENT ?= docs/tree-attention.md
 QUESTION ?= How does Tree Attention split the key/value cache, and why is the result exact?
 
-.PHONY: help demo test test-gpu test-peers lint bench clean
+PEERS = torch onnxruntime jax
+
+.PHONY: help demo test test-gpu test-peers lint bench bench-peers clean
 
 help:
 	@echo "make demo        a real language model answers from a cache split over $(RANKS) MPI ranks; QUESTION=... asks another"
@@ -19,6 +21,7 @@ help:
 	@echo "make test-peers  comparisons with torch and transformers, in an environment of their own"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       a short form of the benchmarks"
+	@echo "make bench-peers the libraries that benchmarks/kernel.py compares with, each in an environment of its own"
 	@echo "make clean       remove what these commands have made"
 
 demo:
@@ -51,8 +54,13 @@ bench:
 	.venv/bin/python -m treeattn.launch 2 benchmarks/agreement.py
 	.venv/bin/treeattn bench --ranks 2,4,8 --emulate-latency 10
 
+bench-peers:
+	@for peer in $(PEERS); do \
+		($(ENVIRONMENT) .venv-$$peer peer-$$peer) || echo "treeattn: benchmarks do without $$peer"; \
+	done
+
 clean:
-	rm -rf .venv .venv-gpu .venv-mpich .venv-peers build dist *.egg-info
-	rm -f .venv.lock .venv-gpu.lock .venv-mpich.lock .venv-peers.lock
+	rm -rf .venv .venv-gpu .venv-mpich .venv-peers $(PEERS:%=.venv-%) build dist *.egg-info
+	rm -f .venv.lock .venv-gpu.lock .venv-mpich.lock .venv-peers.lock $(PEERS:%=.venv-%.lock)
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

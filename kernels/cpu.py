@@ -15,7 +15,8 @@ from treeattn.inputs import Args, Spec
 from treeattn.kernels import products, softmax, streaming, vector_products, visibility, widen
 from treeattn.kernels.call import BLOCK, CALL, STORAGES, Call
 from treeattn.kernels.combine import merge_at, merge_room
-from treeattn.kernels.threads import run_on_threads, thread_count
+from treeattn.kernels.processors import thread_count
+from treeattn.kernels.threads import run_on_threads
 
 __all__ = ["StreamingCall", "address", "prepare"]
 

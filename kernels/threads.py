@@ -7,35 +7,14 @@ can't be entered by two threads at once.
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from treeattn.errors import InputError
-
-__all__ = ["run_on_threads", "thread_count"]
+__all__ = ["run_on_threads"]
 
 Work: TypeAlias = Callable[[], None]
-
-VARIABLE = "TREEATTN_THREADS"
-
-
-def thread_count() -> int:
-    """Threads that a call may use: ``TREEATTN_THREADS``, or this rank's share of the host's processors.
-
-    Raises
-    ------
-    InputError
-        ``TREEATTN_THREADS`` is not a whole number of at least 1.
-    """
-    wanted = os.environ.get(VARIABLE)
-    if not wanted:
-        return max(1, min(_processors(0), _processors(os.getppid()) // _ranks_on_host()))
-    if not re.fullmatch(r"\s*0*[1-9]\d{0,4}\s*", wanted):
-        raise InputError.of(VARIABLE, expected="a number of threads of at least 1", got=repr(wanted))
-    return int(wanted)
 
 
 def run_on_threads(work: Work, threads: int) -> None:
@@ -53,25 +32,6 @@ def run_on_threads(work: Work, threads: int) -> None:
     finally:
         job.close()
     job.raise_error()
-
-
-def _processors(pid: int) -> int:
-    """Processors that a process may use; the launcher's are those of the whole job, before it bound its ranks."""
-    try:
-        return len(os.sched_getaffinity(pid))
-    except (AttributeError, OSError):
-        return os.cpu_count() or 1
-
-
-def _ranks_on_host() -> int:
-    """Ranks that share this host, from the launcher's environment; 1 without a launcher."""
-    names = ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]
-    if "SLURM_LOCALID" in os.environ:  # an allocation sets the others outside of its ranks too
-        names += ["SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"]
-    for name in names:
-        if found := re.match(r"\d+", os.environ.get(name, "")):
-            return max(1, int(found.group()))
-    return 1
 
 
 class _Job:

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import treeattn
-from treeattn.errors import InputError
 from treeattn.kernels import threads
 from treeattn.testing.oracle import assert_attention, assert_close, dense
 
@@ -279,29 +278,6 @@ class TestThreads:
             same = treeattn.attention(q, k, v).tobytes() == expected
             os._exit(0 if same else 1)
         assert os.waitpid(child, 0)[1] == 0
-
-    @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "999999"])
-    def test_a_number_of_threads_that_is_none_is_refused(self, monkeypatch, count):
-        monkeypatch.setenv("TREEATTN_THREADS", count)
-        with pytest.raises(InputError, match=r"^TREEATTN_THREADS: expected a number .*, got"):
-            treeattn.attention(*standard(tokens=8))
-
-    def test_ranks_of_one_host_share_its_processors(self, monkeypatch):
-        monkeypatch.delenv("TREEATTN_THREADS", raising=False)
-        monkeypatch.setattr(threads, "_processors", lambda pid: 16)
-        for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_LOCALID"):
-            monkeypatch.delenv(name, raising=False)
-        assert threads.thread_count() == 16
-        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "5")
-        assert threads.thread_count() == 3
-        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "40")
-        assert threads.thread_count() == 1
-
-    def test_a_bound_rank_keeps_the_processors_it_was_given(self, monkeypatch):
-        monkeypatch.delenv("TREEATTN_THREADS", raising=False)
-        monkeypatch.setattr(threads, "_processors", lambda pid: 16 if pid else 4)
-        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
-        assert threads.thread_count() == 4
 
     def test_an_error_in_a_helper_is_raised(self):
         here, both = threading.get_ident(), threading.Barrier(2, timeout=20)

@@ -155,12 +155,12 @@ def _installed(package: str) -> bool:
 
 
 def _cores(name: str) -> Check:
-    from treeattn.kernels.threads import thread_count
+    from treeattn.kernels.processors import thread_share
 
-    usable, all_cores, threads = len(os.sched_getaffinity(0)), os.cpu_count(), thread_count()
-    variables = ("TREEATTN_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
-    settings = [f"{each}={os.environ[each]}" for each in variables if each in os.environ]
-    return Check(name, "; ".join([f"{usable} of {all_cores} for this process, {threads} threads a call", *settings]))
+    usable, all_cores, share = len(os.sched_getaffinity(0)), os.cpu_count(), thread_share()
+    threads = f"{share.threads} thread{'s' * (share.threads > 1)} a call ({share.reason})"
+    settings = [f"{each}={os.environ[each]}" for each in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS") if each in os.environ]
+    return Check(name, "; ".join([f"{usable} of {all_cores} for this process", threads, *settings]))
 
 
 def _shared_memory(name: str) -> Check:
