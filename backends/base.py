@@ -66,6 +66,8 @@ class Backend(ABC):
     capabilities: Capabilities = Capabilities()
     note: str = ""
     """What a user should know of it even where it can run; ``treeattn doctor`` prints it."""
+    queues = False
+    """Whether a prepared call may return before the state is there, as a GPU's does, with the CPU free for messages."""
 
     @abstractmethod
     def reasons(self, spec: Spec | None = None) -> list[str]:

@@ -130,6 +130,7 @@ class DeviceBackend(Backend):
     capabilities = Capabilities(("float32", "float16", "bfloat16"), graphs=True)
     always_staged = False
     """Whether states take the way through pinned host memory even where MPI could take the card's."""
+    queues = True
 
     def __init__(self) -> None:
         self.ops = DeviceOps(self.name, self)

@@ -182,6 +182,21 @@ def test_states_on_a_device_travel_by_way_of_the_host(name):
         assert_attention(result, q, k, v)
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("name", [name for name in ALL if name != "ring_query"])
+def test_every_rank_gets_the_same_bits(name, size):
+    """So with all-reduces of our own; MPI's promise nothing, and of `ring_query` its file says why not."""
+    assert ALL[name].same_bits or name == "allreduce3"
+    q, k, v = arrays(size)
+    parts = cuts(size, size + 1)
+
+    def call(comm):
+        out, lse = ALL[name](q, k[:, :, parts[comm.rank]], v[:, :, parts[comm.rank]], comm=comm, return_lse=True)
+        return out.tobytes() + lse.tobytes()
+
+    assert len(set(on_ranks(size, call))) == 1
+
+
 # ---- what each scheme is
 
 
@@ -199,7 +214,7 @@ def test_a_ring_rank_sends_2btd_kv_elements_in_each_of_its_steps():
         assert stats.bytes == 4 * (2 * B * 10 * HKV * D) * 3  # float32
 
 
-def test_a_ring_sends_while_it_computes(monkeypatch):
+def test_a_ring_starts_to_send_before_it_computes(monkeypatch):
     q, k, v = arrays()
     events = []
     for owner, name in ((Wire, "start"), (Wire, "finish"), (Call, "state")):
@@ -240,7 +255,7 @@ def test_the_folded_schedule_gives_every_rank_the_same_work_under_a_causal_mask(
 
 @pytest.mark.parametrize("size", [2, 3, 6, 7])
 def test_the_folded_schedule_meets_every_pair_once(size):
-    call = Call(0, size, None, None, [], replicated=True)  # type: ignore[arg-type]
+    call = Call(0, size, None, None, [], None, replicated=True)  # type: ignore[arg-type]
     schedule = Schedule(call, ["a"] * size)
     schedule.__dict__["rows"] = [slice(10 * rank, 10 * rank + 10) for rank in range(size)]
     met: list[tuple[int, int]] = []
@@ -345,6 +360,38 @@ def test_one_wrong_rank_is_one_error_everywhere_and_all_live_on(name, wrong):
         for told in seen:
             assert text in told
             assert told.startswith("InputError: ")
+
+
+class OnACard:
+    """What a baseline sees of an array on a GPU: CuPy's attributes, and no way to its values."""
+
+    def __init__(self, like: Any) -> None:
+        self.shape, self.dtype, self.strides, self.ndim = like.shape, like.dtype, like.strides, like.ndim
+        self.data = memoryview(b"")
+        self.__cuda_array_interface__ = {
+            "shape": like.shape,
+            "typestr": like.dtype.str,
+            "data": (0, True),
+            "version": 3,
+        }
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("this array is on a device")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_arrays_on_a_device_are_refused_by_name_on_every_rank(name):
+    q, k, v = arrays()
+
+    def call(comm):
+        mine = map(OnACard, (q, k, v)) if comm.rank == 1 else (q, k, v)
+        seen = outcome(lambda: ALL[name](*mine, comm=comm, backend=FakeBackend()))
+        assert outcome(lambda: ALL[name](q, k, v, comm=comm)) == "gave ndarray"
+        return seen
+
+    for seen in on_ranks(2, call):
+        assert seen.startswith("InputError: q: expected an array in host memory, got one on a device")
+        assert "copy" in seen
 
 
 def test_another_algorithm_on_one_rank_is_an_error_on_all():

@@ -187,6 +187,16 @@ class DelayedTransport(Transport):
         self._carrier.wait([message.request for message in messages])
         self._wait_until([message.arrive() for message in messages])
 
+    @property
+    def needs_progress(self) -> bool:  # type: ignore[override]
+        """Whether the carrier's messages only move while it is called."""
+        return self._carrier.needs_progress
+
+    def progress(self, requests: Sequence[_Message | Prepared]) -> bool:
+        """Let the carrier's messages move; they may be complete before they are due."""
+        messages = [each.started if isinstance(each, Prepared) else each for each in requests]
+        return self._carrier.progress([message.request for message in messages])
+
     def wait_for(self, ready: Callable[[], bool]) -> None:
         """Wait for what is no message, and has no delay."""
         self._carrier.wait_for(ready)

@@ -156,6 +156,12 @@ class MpiTransport(Transport):
             _stuck.append(requests)
             raise
 
+    needs_progress = True
+
+    def progress(self, requests: Sequence[Any]) -> bool:
+        """Let MPI move messages."""
+        return bool(self._testall(requests))
+
     def wait_for(self, ready: Callable[[], bool]) -> None:
         """Wait for what is no message."""
         self._patience.wait(ready)

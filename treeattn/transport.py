@@ -55,6 +55,8 @@ class Transport(ABC):
     """Whether `allreduce` does anything."""
     shares_memory = True
     """Whether ranks of one host may share memory beside the messages here."""
+    needs_progress = False
+    """Whether messages only move while `progress` or `wait` is called."""
 
     @abstractmethod
     def isend(self, data: Bytes, dest: int, tag: int) -> Any:
@@ -86,6 +88,10 @@ class Transport(ABC):
         Silence
             Some are not complete at the deadline, or the roll is called.
         """
+
+    @abstractmethod
+    def progress(self, requests: Sequence[Any]) -> bool:
+        """Let messages move, without waiting; give whether all ``requests`` are complete."""
 
     @abstractmethod
     def wait_for(self, ready: Callable[[], bool]) -> None:
@@ -159,6 +165,10 @@ class SelfTransport(Transport):
 
     def wait(self, requests: Sequence[Any]) -> None:
         """There is nothing to wait for."""
+
+    def progress(self, requests: Sequence[Any]) -> bool:
+        """There is nothing to move."""
+        return True
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
         """Never called."""

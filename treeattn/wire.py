@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from treeattn.channel import Channel
+from treeattn.overlap import beside
 from treeattn.plan import Usage
 from treeattn.transport import Bytes
 
@@ -17,6 +18,7 @@ __all__ = ["LARGEST_MESSAGE", "Pending", "Wire", "pieces"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Ends: TypeAlias = "Iterable[tuple[int, Array]]"
+T = TypeVar("T")
 
 LARGEST_MESSAGE = 2**30
 """MPI counts in 32 bits: longer arrays travel as several messages of at most this many bytes."""
@@ -29,7 +31,7 @@ def pieces(nbytes: int) -> int:
     return -(-nbytes // LARGEST_MESSAGE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pending:
     """Messages under way."""
 
@@ -51,6 +53,7 @@ class Wire:
         self.rank, self.size, self.hosts = channel.rank, channel.size, channel.hosts
         self._transport, self._tally = channel.transport, channel.tally
         self._held = self._peak = self._products = 0
+        self._under_way: list[Pending] = []
 
     @property
     def native_allreduce(self) -> bool:
@@ -65,11 +68,20 @@ class Wire:
             for piece in _cut(array):
                 requests.append(self._transport.isend(piece, dest, 0))
                 self._tally.sent(dest, piece.size)
-        return Pending(requests)
+        self._under_way.append(Pending(requests))
+        return self._under_way[-1]
 
     def finish(self, pending: Pending) -> None:
         """Wait until all of ``pending`` has been sent and has arrived."""
         self._transport.wait(pending.requests)
+        self._under_way.remove(pending)
+
+    def compute(self, work: Callable[[], T]) -> T:
+        """Do ``work``, which keeps processors of this rank busy, while messages that were started move on."""
+        requests = [request for pending in self._under_way for request in pending.requests]
+        if not requests or not self._transport.needs_progress:
+            return work()
+        return beside(lambda: self._transport.progress(requests), work)
 
     def round(self, number: int = 1, *, crossing: bool) -> None:
         """Count rounds; ``crossing`` if any rank's message of them goes to another host."""

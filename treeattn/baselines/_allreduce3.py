@@ -1,8 +1,8 @@
 """Tree Attention as its paper writes it (arXiv 2408.04093, Algorithm 3): three all-reduces per decode step.
 
 The largest logit by "max"; then, relative to it, numerators and denominators by "sum". The tree is left to whoever
-does the all-reduce: MPI where the ranks are MPI's, else `Wire.allreduce`. A sum may come out in different bits
-wherever MPI chooses another order.
+does the all-reduce: MPI where the ranks are MPI's, else `Wire.allreduce`. MPI chooses the order of a sum, and does not
+promise that every rank gets the same bits.
 
 >>> import numpy as np, treeattn
 >>> rng = np.random.default_rng(0)
@@ -30,6 +30,7 @@ class Allreduce3(Baseline):
     """Three all-reduces."""
 
     name = "allreduce3"
+    same_bits = False
 
     def run(self, call: Call, wire: Wire) -> PartialState:
         """Reduce the maximum, then numerators and denominators."""

@@ -143,6 +143,8 @@ class Baseline(ABC):
     name: str
     spreads_queries = False
     """Whether it also serves queries that differ from rank to rank, as in prefill."""
+    same_bits = True
+    """Whether all ranks get the same bits in decoding, as they do from the tree."""
 
     @abstractmethod
     def run(self, call: Call, wire: Wire) -> PartialState | None:
@@ -187,8 +189,8 @@ class Baseline(ABC):
     ) -> Any:
         """Attend as `treeattn.decode` does, by this scheme; collective.
 
-        All parameters, results and errors are those of `treeattn.decode`, but for one thing: the bits of the result
-        may differ from rank to rank in the last places.
+        All parameters, results and errors are those of `treeattn.decode`, but for two things: keys and values must be
+        in host memory, and without `same_bits` the result may differ from rank to rank in the last places.
         """
         options = Options(
             scale=scale,
@@ -260,7 +262,7 @@ class Baseline(ABC):
 def _check_on_host(args: Args) -> None:
     for name, array in (("q", args.q), ("k", args.k), ("v", args.v)):
         if not isinstance(array, np.ndarray):
-            hint = "baselines send keys and values as they lie; their kernels may run on a GPU all the same"
+            hint = "baselines send keys and values from host memory: copy them there; kernels may still run on a GPU"
             raise InputError.of(name, expected="an array in host memory", got="one on a device", hint=hint)
 
 

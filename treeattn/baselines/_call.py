@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.backends.base import Backend
 from treeattn.baselines._parcel import Manifest, Parcel
 from treeattn.inputs import Args, Spec
 from treeattn.local import run_backend
@@ -66,7 +67,7 @@ class Call:
         This rank's call.
     holdings : sequence of Holding
         By rank.
-    backend : str, Backend or None
+    backend : Backend
     root : int or None
         The only rank that wants the result.
     replicated : bool
@@ -80,7 +81,7 @@ class Call:
     spec: Spec
     args: Args
     holdings: Sequence[Holding]
-    backend: Any = None
+    backend: Backend
     root: int | None = None
     replicated: bool = True
     error: Exception | None = field(default=None, init=False)
@@ -133,7 +134,13 @@ class Call:
         spec, args = parcel.call(self.spec, q, q_pos, at)
         if q.shape[2] and args.kv_tokens:
             wire.work(q.shape[2] * args.kv_tokens)
-        return self.kept(lambda: run_backend(spec, args, self.backend), spec.packed_shape)
+        return self.kept(lambda: self._run(wire, spec, args), spec.packed_shape)
+
+    def _run(self, wire: Wire, spec: Spec, args: Args) -> PartialState:
+        """Run the kernel; one that keeps this rank's processors busy, while messages move on."""
+        if self.backend.queues:
+            return run_backend(spec, args, self.backend)
+        return wire.compute(lambda: run_backend(spec, args, self.backend))
 
     def kept(self, make: Callable[[], PartialState], packed_shape: tuple[int, ...]) -> PartialState:
         """Give what ``make`` makes, or, with the error kept, a state of that shape that is as good as any."""

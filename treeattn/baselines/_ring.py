@@ -4,6 +4,10 @@ In each of P - 1 steps a rank sends the shard that it has just got to the next r
 before, while its kernel works on that shard: two buffers take turns. Shards may be uneven; a buffer has room for the
 largest, and only a shard's own bytes travel.
 
+In decoding, a rank keeps the shards' states, which are small, and merges them in rank order at the end, so that all
+ranks have the same bits. In prefill, where states are as large as queries and no two ranks have the same rows, each is
+merged as it comes.
+
 >>> import numpy as np, treeattn
 >>> rng = np.random.default_rng(0)
 >>> q, k, v = (rng.standard_normal((1, 2, n, 4), dtype=np.float32) for n in (1, 6, 6))
@@ -34,24 +38,28 @@ class Ring(Baseline):
         own = Parcel.of(call.args)
         if size == 1:
             return call.state(wire, own)
-        held, state = own.sendable(wire), None
+        held, states = own.sendable(wire), dict[int, PartialState]()
         slots = [Slot(wire, call.manifests) for _ in range(min(2, size - 1))]
         for step in range(size - 1):
             wire.round(crossing=len(set(wire.hosts)) > 1)
             into = slots[step % 2].cut(call.manifests[(rank - step - 1) % size])
             pending = wire.start(sends=held.to((rank + 1) % size), receives=into.to((rank - 1) % size))
-            state = self._with(call, wire, state, held, (rank - step) % size)
+            self._work(call, wire, states, held, (rank - step) % size)
             wire.finish(pending)
             held = into
-        return self._with(call, wire, state, held, (rank + 1) % size)
+        self._work(call, wire, states, held, (rank + 1) % size)
+        return call.merged([states[owner] for owner in sorted(states)]) if states else call.identity(call.state_shape)
 
     @staticmethod
-    def _with(call: Call, wire: Wire, state: PartialState | None, held: Parcel, owner: int) -> PartialState:
-        """Merge in the state of a shard, unless none of its keys can be seen."""
+    def _work(call: Call, wire: Wire, states: dict[int, PartialState], held: Parcel, owner: int) -> None:
+        """Add the state of a shard, unless none of its keys can be seen."""
         if not call.sees(call.holdings[call.rank].q_span, owner):
-            return call.identity(call.state_shape) if state is None else state
+            return
         new = call.state(wire, held)
-        return new if state is None else call.merged([state, new])
+        if call.replicated:
+            states[owner] = new
+        else:
+            states[0] = call.merged([states[0], new]) if states else new
 
     def cost(self, problem: Problem) -> Cost:
         """P - 1 rounds; a rank sends every shard but that of the rank after it.

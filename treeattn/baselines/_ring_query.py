@@ -1,7 +1,12 @@
 """A ring in which only states travel: keys and values stay where they are.
 
 Every rank computes the state of its own shard once. Then states go round: what comes from the rank before is merged
-with one's own and passed on, so that after P - 1 steps each of the travelling states has been everywhere.
+with one's own and passed on, so that after P - 1 steps each of the travelling states has been everywhere. The first
+message carries what the kernel has computed, so there is no work to do beside a message.
+
+The bits of the result differ from rank to rank in the last places: each state begins at another rank, and meets the
+others in the order of the ring from there. Merging in one order everywhere would take all P states on every rank, which
+is `gather`.
 
 >>> import numpy as np, treeattn
 >>> rng = np.random.default_rng(0)
@@ -27,6 +32,7 @@ class RingQuery(Baseline):
     """States travel round a ring."""
 
     name = "ring_query"
+    same_bits = False
 
     def run(self, call: Call, wire: Wire) -> PartialState:
         """Compute one's own state, then merge it into every one that comes by."""

@@ -171,6 +171,12 @@ class ThreadTransport(Transport):
         """Wait until all are complete, or no rank can go on."""
         self._wait_for([each.started if isinstance(each, Prepared) else each for each in requests])
 
+    def progress(self, requests: Sequence[_Request | Prepared]) -> bool:
+        """Let what can arrive do so."""
+        with self._world.lock:
+            self._world.progress()
+        return all((each.started if isinstance(each, Prepared) else each).done for each in requests)
+
     def wait_for(self, ready: Callable[[], bool]) -> None:
         """Wait for what is no message."""
         if not ready():
