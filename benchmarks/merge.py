@@ -118,9 +118,12 @@ def check(name: str, result: Any, state: treeattn.PartialState) -> None:
 
 
 def milliseconds(call: Callable[[], Any], repeats: int) -> float:
-    """Mean time of a call in this block, of the slowest rank."""
-    call()
+    """Mean time of a call in this block, of the slowest rank.
+
+    The clock starts behind a call, which ranks leave together; some leave a barrier a whole delay before others.
+    """
     WORLD.Barrier()
+    call()
     start = time.perf_counter()
     for _ in range(repeats):
         call()

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 types: Any = _types  # untyped: so are the functions made of them
 
-__all__ = ["call_part", "itemsize", "load_acquire", "next_task", "pointer", "store_release"]
+__all__ = ["call_part", "fence", "itemsize", "load_acquire", "next_task", "pointer", "store_release"]
 
 
 def _pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
@@ -71,6 +71,14 @@ def _store_release(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
+def _fence(typingctx: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 pointer: Any = intrinsic(_pointer)
 """``pointer(address, np.float32)[i]`` is the i-th float32 at that address (int64)."""
 
@@ -88,3 +96,6 @@ load_acquire: Any = intrinsic(_load_acquire)
 
 store_release: Any = intrinsic(_store_release)
 """``store_release(address, value)`` stores an int64 there, after all that was written before."""
+
+fence: Any = intrinsic(_fence)
+"""``fence()``: what was stored before it is there for others before anything behind it is read."""

@@ -7,6 +7,7 @@ first, by atomic operations that order all other accesses, on processors that wo
 
 from __future__ import annotations
 
+import platform
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ from numba import types as _types
 
 from treeattn.kernels.combine import merge_room, merge_rows
 from treeattn.kernels.compilation import entry, inline
-from treeattn.kernels.memory import load_acquire, pointer, store_release
+from treeattn.kernels.memory import fence, load_acquire, pointer, store_release
 
 types: Any = _types  # untyped: its names appear at run time
 
@@ -28,6 +29,7 @@ __all__ = [
     "collect_at",
     "merge_room",
     "publish_at",
+    "sleep_at",
     "swap_at",
 ]
 
@@ -42,7 +44,16 @@ HEADER = 32
 EQUAL, DIFFERENT, WAITING = 0, 1, 2
 """What a rank finds: all headers are its own; some are not; some rank has not published yet."""
 
+ASLEEP = 8
+"""Where in a slot, after the flag, it is said that somebody sleeps until the flag changes."""
+
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), 0)
+"""Linux's number for the call by which a process sleeps until a word in shared memory changes; 0 where unknown."""
+
+_FUTEX_WAIT, _FUTEX_WAKE, _EVERYONE = 0, 1, 2**31 - 1
+
 _sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
+_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
 def publish_at() -> Any:
@@ -56,6 +67,14 @@ def collect_at() -> Any:
     ``spins`` is how often to look at a flag before giving up the core, ``yields`` how often to do that at most.
     """
     return _collect_headers()
+
+
+def sleep_at() -> Any:
+    """Compiled: (slots of the others, use, address of seconds and nanoseconds) sleeps until some rank publishes.
+
+    That long at most, and not at all where everyone has published or the system has no such sleep.
+    """
+    return _sleep_until_published()
 
 
 def room_for(sources: int, rows: int, width: int) -> Array:
@@ -82,6 +101,19 @@ def _publish_state(slot: int, header: int, state: int, size: int, use: int) -> N
 def _collect_headers(slots: Array, header: int, use: int, spins: int, yields: int) -> int:
     found: int = _collect(slots, header, use, spins, yields)
     return found
+
+
+@entry("void(int64[::1], int64, int64)")
+def _sleep_until_published(slots: Array, use: int, limit: int) -> None:
+    for slot in slots:
+        flag = slot - BEFORE_STATE
+        seen = load_acquire(flag)
+        if seen != use:
+            store_release(flag + ASLEEP, 1)
+            fence()
+            if _FUTEX != 0 and load_acquire(flag) == seen:
+                _syscall(_FUTEX, flag, _FUTEX_WAIT, seen & 0xFFFFFFFF, limit, 0, 0)
+            return
 
 
 @entry("int64(float32[:,:,:,::1], float32[:,:,:,::1], int64[::1], int64[::1], int64, int64, int64)")
@@ -112,7 +144,12 @@ def _swap(state: Array, out: Array, slots: Array, own: Array, step: int, use: in
 def _publish(slot: int, header: int, state: int, size: int, use: int) -> None:
     _copy(slot - HEADER, header, HEADER)
     _copy(slot, state, size)
-    store_release(slot - BEFORE_STATE, use)
+    flag = slot - BEFORE_STATE
+    store_release(flag, use)
+    fence()
+    if load_acquire(flag + ASLEEP) != 0:
+        store_release(flag + ASLEEP, 0)
+        _syscall(_FUTEX, flag, _FUTEX_WAKE, _EVERYONE, 0, 0, 0)
 
 
 @inline

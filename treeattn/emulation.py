@@ -197,9 +197,9 @@ class DelayedTransport(Transport):
         messages = [each.started if isinstance(each, Prepared) else each for each in requests]
         return self._carrier.progress([message.request for message in messages])
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
+    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
         """Wait for what is no message, and has no delay."""
-        self._carrier.wait_for(ready)
+        self._carrier.wait_for(ready, sleep)
 
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
         """Ask who is there, without delay."""

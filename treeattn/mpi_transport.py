@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from treeattn.errors import CommError, InputError, MissingDependencyError, RankTimeout
 from treeattn.launch import abort, launched
 from treeattn.transport import Bytes, Mark, Silence, Transport
-from treeattn.waiting import NAP, Patience
+from treeattn.waiting import Patience, nap
 
 __all__ = ["MpiTransport", "cached_on", "import_mpi", "world_transport"]
 
@@ -162,9 +162,9 @@ class MpiTransport(Transport):
         """Let MPI move messages."""
         return bool(self._testall(requests))
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
+    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
         """Wait for what is no message."""
-        self._patience.wait(ready)
+        self._patience.wait(ready, sleep)
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Give every rank's data."""
@@ -188,7 +188,7 @@ class MpiTransport(Transport):
         found, deadline = {self.rank: mark}, time.monotonic() + grace
         while len(found) < self.size and time.monotonic() < deadline:
             if not self._hear_one(found):
-                time.sleep(NAP)
+                nap()
         return found
 
     def _hear_one(self, found: dict[int, Mark]) -> bool:

@@ -21,8 +21,11 @@ __all__ = ["MessageRound", "Records", "Tally", "WindowRound"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-SPINS, YIELDS = 100, 16
+SPINS, YIELDS = 100, 4
 """How often compiled code looks at a flag before it gives up the core, and does both before we look at the clock."""
+
+SLEEP = np.array([0, 5_000_000], np.int64)
+"""Seconds and nanoseconds that a rank sleeps at most before it looks at the clock, and for a calling of the roll."""
 
 
 class Tally:
@@ -182,6 +185,7 @@ class WindowRound:
         code = compiled()
         self._step, self._records, self._transport, self._window = step, records, transport, window
         self._publish, self._collect, self._waiting = code.publish_at(), code.collect_at(), code.WAITING
+        self._sleep = code.sleep_at()
         self._different, self._ordinal, self.published = code.DIFFERENT, ordinal, False
         sources = [source for source, _, _ in step.receives]
         self._slots = [np.array([window.address(rank, use) for rank in sources], np.int64) for use in (0, 1)]
@@ -223,7 +227,7 @@ class WindowRound:
             return bool(found != self._waiting)
 
         try:
-            self._transport.wait_for(all_are_here)
+            self._transport.wait_for(all_are_here, lambda: self._sleep(slots, use, SLEEP.ctypes.data))
         except Silence as silence:
             silence.round = self._step.number
             raise

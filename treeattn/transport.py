@@ -94,8 +94,11 @@ class Transport(ABC):
         """Let messages move, without waiting; give whether all ``requests`` are complete."""
 
     @abstractmethod
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready()``, for what is no message; ends like `wait`."""
+    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
+        """Wait until ``ready()``, for what is no message; ends like `wait`.
+
+        ``sleep()`` returns when it may be time to look again, and after some milliseconds in any case.
+        """
 
     @abstractmethod
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
@@ -170,7 +173,7 @@ class SelfTransport(Transport):
         """There is nothing to move."""
         return True
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
+    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
         """Never called."""
         raise NotImplementedError
 

@@ -6,23 +6,29 @@ wait can end at a deadline, or because another rank gave up, which no blocking M
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 from treeattn.transport import Silence
 
-__all__ = ["NAP", "Patience"]
-
-EAGER_TESTS = 32
-"""Tests in a row before a wait first looks at the clock."""
+__all__ = ["NAP", "Patience", "nap"]
 
 NAP_AFTER = 2e-3
 """Seconds of testing after which a wait naps between tests: what is awaited is then no matter of microseconds."""
 
+SOON = 100e-6
+"""The same where the last wait took as long as that, as they do between distant hosts, or where a sleep is woken."""
+
 NAP = 50e-6
 """Seconds of a nap."""
+
+_SET_SLACK, _EXACT, _USUAL = 29, 1, 0  # of prctl; nanoseconds, of which 0 is what the process began with
 
 
 @dataclass(slots=True)
@@ -39,30 +45,52 @@ class Patience:
 
     timeout: float
     alarmed: Callable[[], bool]
+    _long: bool = field(default=False, init=False)
 
-    def wait(self, ready: Callable[[], bool]) -> None:
+    def wait(self, ready: Callable[[], bool], sleep: Callable[[], None] | None = None) -> None:
         """Return when ``ready()`` is true.
+
+        Parameters
+        ----------
+        ready : callable
+        sleep : callable, optional
+            Returns when it may be time to look again, and after some milliseconds; in place of a nap.
 
         Raises
         ------
         Silence
             It is not true at the deadline, or the roll is called.
         """
-        for _ in range(EAGER_TESTS):
-            if ready():
-                return
-            os.sched_yield()
-        start = time.monotonic()
+        if ready():
+            return
+        start, waited = time.monotonic(), 0.0
+        awake = NAP_AFTER if sleep is None and not self._long else SOON
         while not ready():
             waited = time.monotonic() - start
             if self.timeout and waited > self.timeout:
                 raise Silence
-            if waited > NAP_AFTER:
-                self._nap()
-            else:
+            if waited <= awake:
                 os.sched_yield()
+            elif self.alarmed():
+                raise Silence
+            else:
+                (sleep or nap)()
+        if sleep is None:
+            self._long = waited > NAP_AFTER
 
-    def _nap(self) -> None:
-        if self.alarmed():
-            raise Silence
-        time.sleep(NAP)
+
+def nap() -> None:
+    """Sleep for a nap and not twice as long, as it would be by the slack that Linux gives to timers."""
+    slack = _slack()
+    slack(_SET_SLACK, _EXACT, 0, 0, 0)
+    time.sleep(NAP)
+    slack(_SET_SLACK, _USUAL, 0, 0, 0)
+
+
+@cache
+def _slack() -> Callable[..., Any]:
+    if not sys.platform.startswith("linux"):
+        return lambda *_: None
+    prctl = ctypes.CDLL(None).prctl
+    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    return prctl

@@ -177,7 +177,7 @@ class ThreadTransport(Transport):
             self._world.progress()
         return all((each.started if isinstance(each, Prepared) else each).done for each in requests)
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
+    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
         """Wait for what is no message."""
         if not ready():
             self._wait_for([_Condition(ready)])
