@@ -144,7 +144,11 @@ def _swap(state: Array, out: Array, slots: Array, own: Array, step: int, use: in
 def _publish(slot: int, header: int, state: int, size: int, use: int) -> None:
     _copy(slot - HEADER, header, HEADER)
     _copy(slot, state, size)
-    flag = slot - BEFORE_STATE
+    _raise_flag(slot - BEFORE_STATE, use)
+
+
+@inline
+def _raise_flag(flag: int, use: int) -> None:
     store_release(flag, use)
     fence()
     if load_acquire(flag + ASLEEP) != 0:
