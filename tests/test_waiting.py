@@ -1,0 +1,100 @@
+"""How a rank waits: it looks first, naps when it takes long, and ends at the deadline or when the roll is called."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from treeattn import waiting
+from treeattn.transport import Silence
+from treeattn.waiting import Patience
+
+
+def counted(looks):
+    """Something that is there at the ``looks``-th look."""
+    seen = []
+
+    def ready():
+        seen.append(None)
+        return len(seen) == looks
+
+    return ready, seen
+
+
+def test_what_is_there_costs_one_look_and_no_clock(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", None)
+    ready, seen = counted(1)
+    Patience(1.0, lambda: pytest.fail("the roll was looked for")).wait(ready)
+    assert len(seen) == 1
+
+
+@pytest.fixture
+def by_clock(monkeypatch):
+    """Time that passes by looks at it, 50 us each, and is not slept away; gives the naps, by the time they were at."""
+    now, naps = [0.0], []
+
+    def tick():
+        now[0] += 50e-6
+        return now[0]
+
+    monkeypatch.setattr(time, "monotonic", tick)
+    monkeypatch.setattr(waiting, "nap", lambda: naps.append(now[0]))
+    return naps
+
+
+def test_a_long_wait_naps_late_and_the_next_one_soon(by_clock):
+    patience = Patience(0, lambda: False)
+    patience.wait(counted(1000)[0])
+    first, began = by_clock[0], len(by_clock)
+    assert first > waiting.NAP_AFTER
+    patience.wait(counted(100)[0])
+    assert len(by_clock) - began > 100 - 1 - waiting.NAP_AFTER / 50e-6
+    before = len(by_clock)
+    patience.wait(counted(3)[0])  # a short one
+    patience.wait(counted(30)[0])
+    assert len(by_clock) == before
+
+
+def test_a_sleep_of_ones_own_is_used_soon_and_in_place_of_naps(by_clock):
+    slept = []
+    Patience(0, lambda: False).wait(counted(10)[0], lambda: slept.append(None))
+    assert len(slept) > 10 - 3 - waiting.SOON / 50e-6
+    assert not by_clock
+
+
+@pytest.mark.parametrize(("timeout", "alarm"), [(5e-3, False), (0, True)])
+def test_a_wait_ends_at_the_deadline_or_when_the_roll_is_called(by_clock, timeout, alarm):
+    with pytest.raises(Silence):
+        Patience(timeout, lambda: alarm).wait(lambda: False)
+
+
+def test_a_nap_is_not_twice_as_long():
+    """Of many, the shortest: whatever else the machine does can only make them longer."""
+    waiting.nap()
+
+    def seconds():
+        start = time.perf_counter()
+        waiting.nap()
+        return time.perf_counter() - start
+
+    assert waiting.NAP <= min(seconds() for _ in range(50)) < 2 * waiting.NAP
+
+
+def test_a_sleeper_is_woken_by_what_is_published_and_not_by_what_was():
+    from treeattn.kernels import window
+
+    memory = np.zeros(256, np.uint8)
+    slot = memory.ctypes.data + window.BEFORE_STATE
+    header, limit = np.zeros(window.HEADER, np.uint8), np.array([20, 0], np.int64)
+    publish = window.publish_at()
+    others, sleep = np.array([slot], np.int64), window.sleep_at()
+    sleep(others, 0, limit.ctypes.data)  # use 0 is there: no sleep
+    thread = threading.Thread(target=lambda: sleep(others, 1, limit.ctypes.data))
+    thread.start()
+    while not memory[window.ASLEEP]:
+        time.sleep(1e-3)
+    publish(slot, header.ctypes.data, 0, 0, 1)
+    thread.join(10)
+    assert not thread.is_alive()
+    sleep(others, 1, limit.ctypes.data)
