@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from treeattn import storage
 from treeattn.arrays import narrow_dtype
 
 __all__ = ["GROUPS", "Case", "make_queries", "make_sets", "options_of", "select", "words_of"]
@@ -41,12 +43,12 @@ class Case:
     token_major: bool = False
     latent: bool = False  # values are the first part of the keys, as in MLA
     portable: bool = False  # without the processor's own bfloat16 instructions
+    memory: str = "cache"  # as ShardedKVCache stores: on lines and huge pages; or on "small pages", or "off lines"
 
     @property
     def plain(self) -> bool:
         """Whether every library can do it: one query token that sees every key of an ordinary cache."""
-        special = self.causal or self.window or self.kv_len or self.token_major or self.latent or self.portable
-        return self.q_tokens == 1 and not special
+        return replace(self, **SHAPE) == Case(self.name)
 
     @property
     def seen(self) -> slice:
@@ -64,6 +66,13 @@ class Case:
     def q_dtype(self) -> str:
         """Type of the queries: the keys', or bfloat16 for 8-bit keys."""
         return self.dtype if narrow_dtype(self.dtype).itemsize > 1 else "bfloat16"
+
+
+SHAPE: dict[str, Any] = {
+    each: Case.__dataclass_fields__[each].default
+    for each in ("dtype", "q_heads", "kv_heads", "width", "v_width", "tokens")
+}
+"""What an ordinary case may have of its own."""
 
 
 def _heads(name: str, dtype: str, **others: Any) -> list[Case]:
@@ -98,6 +107,10 @@ GROUPS: dict[str, list[Case]] = {
     "widths": [
         *(Case(f"f32-gqa-d{width}", width=width, v_width=width) for width in (64, 80, 96, 256)),
         Case("bf16-mla", "bfloat16", q_heads=16, kv_heads=1, width=576, v_width=512, tokens=131_072, latent=True),
+    ],
+    "memory": [
+        F32[0],
+        *(replace(F32[0], name=f"f32-mha {kind}", memory=kind) for kind in ("small pages", "off lines")),
     ],
     "peers": [*F32, *BF16, F16[1]],
     "fixed": [replace(case, name=f"{case.name}-4k", tokens=4096) for case in (*F32, *BF16)],
@@ -151,7 +164,7 @@ def _fill(case: Case, drawn: Array) -> Array:
     """Store the drawn tokens again and again, shifted, until the context is full."""
     heads, _, width = drawn.shape
     shape = (1, case.tokens, heads, width) if case.token_major else (1, heads, case.tokens, width)
-    stored = _on_lines(shape, drawn.dtype)
+    stored = _memory(case.memory, shape, drawn.dtype)
     stored = stored.swapaxes(1, 2) if case.token_major else stored
     for start in range(0, case.tokens, DRAWN):
         part = stored[0, :, start : start + DRAWN]
@@ -159,12 +172,15 @@ def _fill(case: Case, drawn: Array) -> Array:
     return stored
 
 
-def _on_lines(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Allocate an array that begins on a cache line."""
+def _memory(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].view(dtype).reshape(shape)
+    if kind == "cache":
+        return storage.empty(shape, dtype)
+    if kind == "off lines":  # where malloc begins, behind 16 bytes of its own
+        return storage.empty((size + 16,), np.dtype(np.uint8))[16:].view(dtype).reshape(shape)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype).reshape(shape)
 
 
 def options_of(case: Case) -> dict[str, Any]:

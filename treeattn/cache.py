@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn import storage
 from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_array
 from treeattn.comm import TreeComm, as_tree_comm
 from treeattn.distributed import Arguments, Decoding
@@ -39,7 +40,8 @@ class ShardedKVCache:
     block_size : int
         Consecutive appended tokens that go to one rank before the next rank's turn.
     capacity : int
-        Most tokens that all ranks together may hold. Memory is taken as tokens come.
+        Most tokens that all ranks together may hold. Memory is taken as tokens come, where the system gives huge
+        pages in steps of 2 MB for each head.
     layout : str
         "bhtd" (batch, heads, tokens, width) or "bthd", of everything passed in and given back.
 
@@ -307,8 +309,8 @@ class ShardedKVCache:
             q_pos = np.arange(self.length - tokens, self.length)
         return {"causal": causal, "window": window, "q_pos": q_pos, "kv_pos": self._positions[: self.local_length]}
 
-    def _held(self, storage: Array) -> Array:
-        return to_bhtd(storage[:, :, : self.local_length], self.layout)
+    def _held(self, rows: Array) -> Array:
+        return to_bhtd(rows[:, :, : self.local_length], self.layout)
 
     def _tokens(self, k: Any, v: Any) -> tuple[Array, Array]:
         """View new keys and values as (B, Hkv, T, width), checked."""
@@ -344,10 +346,14 @@ class ShardedKVCache:
         return error
 
     def _allocate(self, tokens: int) -> None:
-        # Head-major: the kernel reads each head's rows in address order. Pages are taken when they are written.
-        self._k = np.empty((self.batch, self.kv_heads, tokens, self.head_dim), self.dtype)
-        self._v = np.empty((self.batch, self.kv_heads, tokens, self.v_head_dim), self.dtype)
+        # Head-major: the kernel reads each head's rows in the order of their addresses.
+        self._k, self._v = (self._rows(tokens, width) for width in (self.head_dim, self.v_head_dim))
         self._positions = np.empty(tokens, np.int64)
+
+    def _rows(self, tokens: int, width: int) -> Array:
+        """Memory for rows of ``width``, each head's beginning on a cache line."""
+        room = storage.whole_lines(tokens, width * self.dtype.itemsize)
+        return storage.empty((self.batch, self.kv_heads, room, width), self.dtype)[:, :, :tokens]
 
     def _keep(self, start: int, dealt: list[Segment], k: Array, v: Array) -> None:
         """Store this rank's parts of what was dealt; ``k`` and ``v`` begin at position ``start``."""
