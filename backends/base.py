@@ -10,11 +10,11 @@ A backend says which kernels run for a call, and how the states they make are me
    match the spec; only the number of keys may differ from step to step. It may assume that everything was
    validated, and must not read a key or value that is hidden.
 4. Set ``ops`` to an object with the methods of `treeattn.state.StateOps`; `treeattn.backends.host.HostOps` has them
-   for states in host memory. They merge and finish packed states, and take them to the wire and back: the packed
-   buffer is what travels, so packing is a copy to host memory (``to_host``), and unpacking one from it
-   (``from_host``). ``ops.staged`` are the operations on a state that has been copied so; between the two copies,
-   one each way, it is the host that merges. The tree never looks inside a state in any other way, and ``merge`` must
-   give the bits of `HostOps`, since ranks with different backends may meet.
+   for states in host memory. They merge and finish packed states, and take them to the wire and back
+   (``prepare_pack``, ``prepare_unpack``): there a state is relative to a whole power of two, and between the two it is
+   the host that merges. `treeattn.backends.host.StagedOps` has both for states that can be copied to the host and from
+   it. The tree never looks inside a state in any other way. ``merge``, packing and unpacking must give the bits of
+   `HostOps`, since ranks with different backends may meet.
 5. Keep to stream order, where the device has streams: everything runs on the stream that is the caller's current one
    when a function is called, and a result is ready for whoever uses it on that stream. Nothing waits for a device,
    but ``to_host``, ``from_host`` and ``wait``, which the communicator calls before MPI sees any memory: they wait for

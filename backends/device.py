@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.backends.base import Backend, Capabilities, Prepared
-from treeattn.backends.host import HostOps
+from treeattn.backends.host import StagedOps
 from treeattn.backends.runtime import Kernel, Runtime
 from treeattn.devices import broadcast, on_device
 from treeattn.errors import BackendError
@@ -34,7 +33,7 @@ FAMILIES = {"cuda": "cuda", "hip": "rocm"}
 ON_DEVICE = ("q", "k", "v", "q_pos", "kv_pos", "kv_len", "mask", "k_scale", "v_scale")
 
 
-class DeviceOps:
+class DeviceOps(StagedOps):
     """`treeattn.state.StateOps` for packed float32 states in device memory.
 
     Parameters
@@ -46,7 +45,7 @@ class DeviceOps:
     """
 
     def __init__(self, name: str, backend: DeviceBackend) -> None:
-        self._name, self._backend, self.staged = name, backend, HostOps(name)
+        self._name, self._backend = name, backend
 
     @property
     def name(self) -> str:
@@ -80,10 +79,6 @@ class DeviceOps:
         if rows := _rows(out):
             call = pack_merge([address(each) for each in sources], address(out), width=out.shape[-1])
             self._kernel("merge").launch(rows, call)
-
-    def prepare_merge(self, out: Any, sources: list[Any]) -> Callable[[], None]:
-        """Give a function that merges in one launch each time it is called."""
-        return lambda: self.merge(out, sources)
 
     def finish(self, packed: Any, sink: Any) -> tuple[Any, Any]:
         """Give (out, lse) on the card."""

@@ -9,11 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.inputs import Spec
-from treeattn.kernels import combine
+from treeattn.kernels import combine, wire_rows
+from treeattn.wire_form import WireForm
 
-__all__ = ["HostOps", "host_reasons"]
+__all__ = ["HostOps", "StagedOps", "host_reasons"]
 
 Array: TypeAlias = npt.NDArray[Any]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class HostOps:
@@ -35,11 +37,6 @@ class HostOps:
 
     direct = ""
 
-    @property
-    def staged(self) -> HostOps:
-        """States in host memory need no copy."""
-        return self
-
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate a packed buffer, not initialised."""
         return np.empty(shape, dtype)
@@ -53,24 +50,60 @@ class HostOps:
         """Write the merge of ``sources``, in this order, to ``out``, which may be one of them."""
         combine.merge(out, sources)
 
-    def prepare_merge(self, out: Array, sources: list[Array]) -> Callable[[], None]:
-        """Give a function that merges ``sources`` to ``out`` each time it is called, allocating nothing."""
-        return combine.prepare_merge(out, sources)
-
     def finish(self, packed: Array, sink: Array | None) -> tuple[Array, Array]:
         """Give (out, lse), natural base, with the sink counted once."""
         return combine.finish(packed, sink)
 
-    def to_host(self, packed: Array, out: npt.NDArray[np.uint8]) -> None:
+    def to_host(self, packed: Array, out: Bytes) -> None:
         """Copy the packed bytes to ``out``."""
         out.reshape(-1)[:] = packed.reshape(-1).view(np.uint8)
 
-    def from_host(self, data: npt.NDArray[np.uint8], packed: Array) -> None:
+    def from_host(self, data: Bytes, packed: Array) -> None:
         """Copy the packed bytes from ``data``."""
         packed.reshape(-1).view(np.uint8)[:] = data.reshape(-1)
 
     def wait(self) -> None:
         """Nothing runs beside the caller."""
+
+    def prepare_pack(self, wire: Bytes, form: WireForm) -> Callable[[Array], None]:
+        """Give a function that writes a state's wire rows to ``wire``."""
+        return wire_rows.prepare_pack(wire, form)
+
+    def prepare_unpack(self, wire: Bytes, form: WireForm) -> Callable[[Array], None]:
+        """Give a function that fills a packed buffer with the state of the wire rows at ``wire``."""
+        return wire_rows.prepare_unpack(wire, form)
+
+
+class StagedOps:
+    """The wire of states that NumPy can't see: packed and unpacked on the host, to the bits that the host would give.
+
+    To inherit from; ``to_host`` and ``from_host`` are the backend's.
+    """
+
+    to_host: Callable[[Any, Bytes], None]
+    from_host: Callable[[Bytes, Any], None]
+
+    def prepare_pack(self, wire: Bytes, form: WireForm) -> Callable[[Any], None]:
+        """Give a function that copies a state to the host and writes its wire rows to ``wire``."""
+        staged = np.empty(form.shape, form.dtype)
+        seen, pack = staged.reshape(-1).view(np.uint8), wire_rows.prepare_pack(wire, form)
+
+        def pack_staged(packed: Any) -> None:
+            self.to_host(packed, seen)
+            pack(staged)
+
+        return pack_staged
+
+    def prepare_unpack(self, wire: Bytes, form: WireForm) -> Callable[[Any], None]:
+        """Give a function that makes the state of the wire rows on the host and copies it to its device."""
+        staged = np.empty(form.shape, form.dtype)
+        seen, unpack = staged.reshape(-1).view(np.uint8), wire_rows.prepare_unpack(wire, form)
+
+        def unpack_staged(packed: Any) -> None:
+            unpack(staged)
+            self.from_host(seen, packed)
+
+        return unpack_staged
 
 
 def host_reasons(spec: Spec | None) -> list[str]:

@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 import treeattn
+from treeattn.kernels.combine import prepare_merge
 from treeattn.launch import install_abort_hook
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -45,11 +46,11 @@ class Peers:
     """What MPI offers, with buffers allocated once; each method gives the finished output (heads, width)."""
 
     def __init__(self, state: treeattn.PartialState) -> None:
-        self._packed, self._ops = state.packed.copy(), state.ops
+        self._packed = state.packed.copy()
         self._o, self._l, self._m = (np.ascontiguousarray(each[0, :, 0]) for each in (state.o, state.l, state.m))
         self._all = np.empty((WORLD.size, *self._packed.shape), self._packed.dtype)
         self._merged = np.empty_like(self._packed)
-        self._merge = self._ops.prepare_merge(self._merged, list(self._all))
+        self._merge = prepare_merge(self._merged, list(self._all))
         self._highest, self._total = np.empty_like(self._m), np.empty_like(self._l)
         self._weighted, self._sum = np.empty_like(self._o), np.empty_like(self._o)
         self._both = np.empty((len(self._m), self._o.shape[1] + 1), self._o.dtype)

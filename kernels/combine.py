@@ -16,7 +16,7 @@ from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.exponential import exp, log
 from treeattn.kernels.memory import itemsize, pointer
 
-__all__ = ["finish", "merge", "merge_room", "prepare_merge"]
+__all__ = ["finish", "merge", "merge_at", "merge_room", "prepare_merge"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -82,12 +82,12 @@ def finish_at(dtype: np.dtype[Any]) -> Any:
 
 @entry("void(int64, int64[::1], int64, int64, int64)")
 def _merge_single(out: int, sources: Array, rows: int, width: int, room: int) -> None:
-    merge_rows(out, sources, rows, width, room, np.float32)
+    _merge_rows(out, sources, rows, width, room, np.float32)
 
 
 @entry("void(int64, int64[::1], int64, int64, int64)")
 def _merge_double(out: int, sources: Array, rows: int, width: int, room: int) -> None:
-    merge_rows(out, sources, rows, width, room, np.float64)
+    _merge_rows(out, sources, rows, width, room, np.float64)
 
 
 @entry("void(int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -101,7 +101,7 @@ def _finish_double(out: int, lse: int, packed: int, sink: int, rows: int, heads:
 
 
 @inline
-def merge_rows(out: int, sources: Array, rows: int, width: int, room: int, dtype: Any) -> None:
+def _merge_rows(out: int, sources: Array, rows: int, width: int, room: int, dtype: Any) -> None:
     """Merge row by row, each collected apart from ``out``; ``room`` is `merge_room` bytes."""
     weights = pointer(room, np.float64)
     count, size = sources.size, width * itemsize(dtype)

@@ -1,8 +1,8 @@
 """Swapping states through memory that the ranks of one host share: publish, wait for the others, merge.
 
 Each rank has two slots in the memory and takes them in turn; a use is one publishing of one of them. A slot is a
-flag, a header and a state, and its address is the state's. The flag is the number of the use, stored last and read
-first, by atomic operations that order all other accesses, on processors that would reorder them too.
+flag, a header and a state's wire rows, and its address is that of the rows. The flag is the number of the use, stored
+last and read first, by atomic operations that order all other accesses, on processors that would reorder them too.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import types as _types
 
-from treeattn.kernels.combine import merge_room, merge_rows
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.memory import fence, load_acquire, pointer, store_release
+from treeattn.kernels.wire_rows import merge_to_state, pack_rows, room
+from treeattn.wire_form import WireForm
 
 types: Any = _types  # untyped: its names appear at run time
 
@@ -27,8 +28,8 @@ __all__ = [
     "HEADER",
     "WAITING",
     "collect_at",
-    "merge_room",
     "publish_at",
+    "room",
     "sleep_at",
     "swap_at",
 ]
@@ -77,19 +78,14 @@ def sleep_at() -> Any:
     return _sleep_until_published()
 
 
-def room_for(sources: int, rows: int, width: int) -> Array:
-    """Give room to merge in; see `swap_at`."""
-    return merge_room(sources, rows, width)
-
-
-def swap_at(dtype: np.dtype[Any]) -> Any:
+def swap_at(form: WireForm) -> Any:
     """Compiled: a whole step of ranks that all merge all states.
 
     Its arguments are the rank's state, the result, the slots of all ranks in the order of merging; the addresses of
-    this rank's slot, of its header and of room to merge, and spins; the step, the use, and yields. It publishes in
+    this rank's slot, of its header and of `room`, and spins; the step, the use, and yields. It publishes in
     any case, and merges if what it finds and returns is ``EQUAL``.
     """
-    return _swap_double() if dtype.itemsize == 8 else _swap_single()
+    return _swap_double() if form.dtype == "float64" else _swap_single()
 
 
 @entry("void(int64, int64, int64, int64, int64)")
@@ -130,13 +126,16 @@ def _swap_double(state: Array, out: Array, slots: Array, own: Array, step: int, 
 
 @inline
 def _swap(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int, dtype: Any) -> int:
-    slot, header, room, spins = own[0], own[1], own[2], own[3]
+    slot, header, space, spins = own[0], own[1], own[2], own[3]
     pointer(header, np.int64)[0] = step
-    _publish(slot, header, state.ctypes.data, state.size * state.itemsize, use)
+    width = state.shape[3]
+    rows = state.size // width
+    _copy(slot - HEADER, header, HEADER)
+    pack_rows(slot, np.int64(state.ctypes.data), rows, width, space, dtype)
+    _raise_flag(slot - BEFORE_STATE, use)
     found = _collect(slots, header, use, spins, yields)
     if found == EQUAL:
-        width = state.shape[3]
-        merge_rows(np.int64(out.ctypes.data), slots, state.size // width, width, room, dtype)
+        merge_to_state(np.int64(out.ctypes.data), slots, rows, width, space, dtype)
     return found
 
 

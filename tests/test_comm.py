@@ -23,7 +23,7 @@ from treeattn.comm import as_tree_comm
 from treeattn.errors import CommError, InputError, RankTimeout
 from treeattn.plan import Radices, Stats
 from treeattn.planner import plan_allreduce
-from treeattn.testing import FakeBackend, run_ranks
+from treeattn.testing import FakeBackend, over_the_wire, run_ranks
 from treeattn.testing.oracle import assert_close, dense, tolerance
 from treeattn.testing.ranks import ThreadTransport
 from treeattn.transport import Silence
@@ -112,7 +112,7 @@ def test_bits_do_not_depend_on_the_radix_between_hosts_or_on_what_arrives_first(
 @settings(deadline=None, max_examples=40)
 def test_deterministic_bits_do_not_depend_on_hosts(hosts, radices, seed):
     states = states_of(len(hosts), seed)
-    in_rank_order = bits(treeattn.merge(states))
+    in_rank_order = bits(over_the_wire(states))
     assert allreduced(states, hosts, plan=radices, deterministic=True) == in_rank_order
     assert allreduced(states, plan="flat") == in_rank_order
 
@@ -144,14 +144,14 @@ def vars_of(stats):
     return {name: getattr(stats, name) for name in Stats.__slots__}
 
 
-def test_float64_states_travel_as_they_are():
+def test_float64_states_travel_in_float64():
     states = states_of(3, dtype="float64")
-    assert allreduced(states, plan="flat") == bits(treeattn.merge(states))
+    assert allreduced(states, plan="flat") == bits(over_the_wire(states))
 
 
 def test_out_is_overwritten_and_given_back():
     states = states_of(3)
-    right = bits(treeattn.merge(states))
+    right = bits(over_the_wire(states))
 
     def body(transport):
         with TreeComm(transport) as comm:
@@ -466,7 +466,7 @@ def test_communicators_of_the_same_ranks_do_not_meet():
             comm.free()
         return found
 
-    assert run_ranks(3, body) == [{bits(treeattn.merge(states))}] * 3
+    assert run_ranks(3, body) == [{bits(over_the_wire(states))}] * 3
 
 
 def test_a_second_thread_gets_an_error_at_once():

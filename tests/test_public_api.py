@@ -197,15 +197,16 @@ def test_attention_in_one_process_loads_no_mpi_and_no_command_line():
 
 # ---- which way imports point
 
-FOUNDATION = {"errors", "devices", "arrays", "positions", "inputs", "state"}
+FOUNDATION = {"errors", "devices", "arrays", "positions", "inputs", "state", "wire_form"}
 ABOVE_BOTH_SIDES = {"local", "distributed", "cache", "baselines", "prompt"}
 TOOLS = {"cli", "doctor", "testing", "__main__", "treeattn"}
 
 EXCEPTIONS = {
     # A state finds its backend's operations when it is made from nothing: the one way up, and only inside a function.
     "treeattn.state": {"treeattn.backends.registry"},
-    # What makes shared memory fast and safe is compiled; it knows of packed rows, and nothing of attention.
+    # What merges states, and shares memory fast and safely, is compiled; it knows of rows, and nothing of attention.
     "treeattn.window": {"treeattn.kernels.window"},
+    "treeattn.wire_form": {"treeattn.kernels.wire_rows"},
 }
 
 

@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import treeattn
 from treeattn import PartialState, TreeComm, window
 from treeattn.errors import InputError, RankTimeout
 from treeattn.plan import Radices
-from treeattn.testing import FakeBackend, run_ranks
+from treeattn.testing import FakeBackend, over_the_wire, run_ranks
 
 OPS = PartialState.identity((1, 1, 1, 1), backend="reference").ops
 
@@ -94,7 +93,7 @@ def test_states_on_a_device_go_through_memory_too():
             merged = [comm.allreduce(PartialState(there, fake.ops)) for _ in range(3)]
             return [each._packed._memory.tobytes() for each in merged]
 
-    right = bits(treeattn.merge([state_of(rank) for rank in range(3)]))
+    right = bits(over_the_wire([state_of(rank) for rank in range(3)]))
     assert run_ranks(3, body) == [[right] * 3] * 3
 
 
@@ -113,6 +112,7 @@ def test_a_step_allocates_no_array(hosts):
             gc.collect()
             tracemalloc.start()
         comm.bcast(0)
+        comm.allreduce(state, out=out)
         before = tracemalloc.take_snapshot() if comm.rank == 0 else None
         for _ in range(steps):
             comm.allreduce(state, out=out)
@@ -185,8 +185,7 @@ def test_where_memory_is_not_shared_messages_are_used_and_one_rank_says_so(monke
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = run_ranks(3, body)
-    host = treeattn.merge([state_of(0), state_of(1)])
-    assert found == [bits(treeattn.merge([host, state_of(2)]))] * 3
+    assert found == [bits(over_the_wire([[state_of(0), state_of(1)], state_of(2)]))] * 3
     (warning,) = caught
     assert str(warning.message).startswith(text)
     assert not list(window.FOLDER.glob(f"treeattn-{os.getpid()}-*"))
@@ -202,7 +201,7 @@ def test_an_error_in_the_middle_of_quick_steps_reaches_all():
                 found.append(str(error).startswith("state: expected a PartialState, got NoneType"))
         return found
 
-    right = bits(treeattn.merge([state_of(rank) for rank in range(3)]))
+    right = bits(over_the_wire([state_of(rank) for rank in range(3)]))
     assert run_ranks(3, body) == [[right, right, right, True, right, right]] * 3
 
 

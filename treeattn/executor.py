@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
 from treeattn.agreement import Header
 from treeattn.plan import Plan, Usage
 from treeattn.rounds import MessageRound, Records, Tally, WindowRound, places_of
-from treeattn.state import PartialState, StateOps
+from treeattn.state import PartialState
 from treeattn.transport import Transport
 from treeattn.window import Window
+from treeattn.wire_form import WireForm
 
 __all__ = ["Exchange"]
 
@@ -32,9 +32,8 @@ class Exchange:
         Of this plan alone.
     window : Window or None
         Of this rank's host; plans with rounds in windows need one.
-    shape : tuple of int
-        Of the packed state.
-    dtype : str
+    form : WireForm
+        Of the states.
     tally : Tally
         Counts what is sent.
     """
@@ -44,16 +43,14 @@ class Exchange:
         plan: Plan,
         transport: Transport,
         window: Window | None,
-        shape: tuple[int, ...],
-        dtype: str,
+        form: WireForm,
         tally: Tally,
     ) -> None:
         self.plan, self.transport, self.window, self._tally = plan, transport, window, tally
-        self.records = Records(plan.records(transport.rank), shape, dtype)
+        self.records = Records(plan.records(transport.rank), form)
         self._usage = Usage(self.records.buffer.nbytes)
         self.rounds = self._prepare()
         self._ahead = [request for each in self.rounds for request in each.ahead]
-        self._ops: StateOps | None = None
         self._cost = len(plan.rounds), plan.rounds_between
         if self._ahead:
             transport.start(self._ahead)
@@ -77,10 +74,6 @@ class Exchange:
     def load(self, state: PartialState) -> None:
         """Take this rank's state, before `run`."""
         self.records.load(state)
-        if state.ops is not self._ops:
-            for each in self.rounds:
-                each.prepare(state.ops)
-            self._ops = state.ops
 
     def run(self, own: Header) -> Header:
         """Follow the plan and give the header that all ranks' headers combine to.

@@ -1,7 +1,7 @@
 """One rank's part in one round of a plan, with its buffers, requests and merges prepared: by messages, or in a window.
 
-Both kinds of round have the same three methods, which `treeattn.executor` calls in turn: ``swap`` sends and receives
-and gives the headers that came, ``merge`` merges what came, and ``prepare`` makes ``merge`` ready for a backend.
+Both kinds of round have the same two methods, which `treeattn.executor` calls in turn: ``swap`` sends and receives
+and gives the headers that came, ``merge`` merges what came.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from treeattn.plan import HEADER_BYTES, RankRound, Stats, Usage
 from treeattn.state import PartialState, StateOps
 from treeattn.transport import Bytes, Silence, Transport
 from treeattn.window import Window, compiled
+from treeattn.wire_form import WireForm, merger
 
 __all__ = ["MessageRound", "Records", "Tally", "WindowRound"]
 
@@ -60,16 +61,16 @@ class Tally:
 
 
 class Records:
-    """A rank's records, each a header and a packed state, in one host buffer from which messages are cut."""
+    """A rank's records, each a header and a state's wire rows, in one host buffer from which messages are cut."""
 
-    def __init__(self, count: int, shape: tuple[int, ...], dtype: str) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.payload_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    def __init__(self, count: int, form: WireForm) -> None:
+        self.form, self.payload_bytes = form, form.nbytes
         self.stride = HEADER_BYTES + self.payload_bytes
         self.buffer: Bytes = np.zeros(count * self.stride, np.uint8)
         starts = range(0, count * self.stride, self.stride)
         self.headers = [memoryview(self.buffer.data)[start : start + HEADER_BYTES] for start in starts]
         self.payloads = [self.buffer[start + HEADER_BYTES : start + self.stride] for start in starts]
+        self._ops: StateOps | None = None
 
     def cut(self, at: int, slots: int) -> Bytes:
         """Give ``slots`` records from ``at`` on, as one message; without any, the header alone."""
@@ -77,22 +78,22 @@ class Records:
         return self.buffer[start : start + (slots * self.stride or HEADER_BYTES)]
 
     def load(self, state: PartialState) -> None:
-        """Copy a state to record 0."""
-        state.ops.to_host(state._packed, self.payloads[0])
+        """Pack a state to record 0."""
+        if state.ops is not self._ops:
+            self._pack = state.ops.prepare_pack(self.payloads[0], self.form)
+            self._unpack = state.ops.prepare_unpack(self.payloads[0], self.form)
+            self._ops = state.ops
+        self._pack(state._packed)
 
-    def merger(self, ops: StateOps, payloads: Sequence[Bytes]) -> Callable[[], None]:
-        """Give what merges ``payloads`` into record 0, in the order given, where they are: in host memory."""
-        return ops.staged.prepare_merge(self.state(self.payloads[0]), [self.state(each) for each in payloads])
-
-    def state(self, payload: Bytes) -> Array:
-        """See a payload as the packed state that it is."""
-        return payload.view(self.dtype).reshape(self.shape)
+    def merger(self, payloads: Sequence[Bytes]) -> Callable[[], None]:
+        """Give what merges ``payloads`` into record 0, in the order given."""
+        return merger(self.payloads[0], payloads, self.form)
 
     def store(self, like: PartialState, out: PartialState | None) -> PartialState:
-        """Copy record 0 to ``out``, or to a new state of the backend that ``like`` has."""
+        """Unpack record 0 to ``out``, or to a new state of the backend that ``like``, which was loaded, has."""
         if out is None:
-            out = PartialState(like.ops.empty(self.shape, self.dtype), like.ops)
-        out.ops.from_host(self.payloads[0], out._packed)
+            out = PartialState(like.ops.empty(self.form.shape, self.form.dtype), like.ops)
+        self._unpack(out._packed)
         return out
 
 
@@ -127,14 +128,7 @@ class MessageRound:
         self._sizes = [(dest, data.size) for dest, data in sent]
         self._alone = cut(0, 0)  # record 0's header, the whole message of a rank with no payload
         self._headers = [records.headers[at] for _, _, at in step.receives]
-        self._mergers: list[Callable[[], None]] = []
-
-    def prepare(self, ops: StateOps) -> None:
-        """Make ready to merge by ``ops``."""
-        records = self._records
-        self._mergers = [
-            records.merger(ops, [records.payloads[source] for source in sources]) for sources in self._step.merges
-        ]
+        self._mergers = [records.merger([records.payloads[at] for at in sources]) for sources in step.merges]
 
     def swap(self, full: bool) -> Sequence[memoryview]:
         """Send and receive; without a payload, ``full`` false, headers alone are sent."""
@@ -190,24 +184,21 @@ class WindowRound:
         sources = [source for source, _, _ in step.receives]
         self._slots = [np.array([window.address(rank, use) for rank in sources], np.int64) for use in (0, 1)]
         self._headers = [[window.header(rank, use) for rank in sources] for use in (0, 1)]
-        self._mergers: list[list[Callable[[], None]]] = [[], []]
+        self._mergers = [self._prepare(use) for use in (0, 1)]
         self._own = records.buffer.ctypes.data, records.payloads[0].ctypes.data
 
     @property
     def _use(self) -> int:
         return self._window.use + self._ordinal
 
-    def prepare(self, ops: StateOps) -> None:
-        """Make ready to merge, straight out of the window, by ``ops``; what is not merged is copied to its record."""
-        self._mergers = [self._prepare(ops, use) for use in (0, 1)]
-
-    def _prepare(self, ops: StateOps, use: int) -> list[Callable[[], None]]:
+    def _prepare(self, use: int) -> list[Callable[[], None]]:
+        """Make ready to merge, straight out of the window; what is not merged is copied to its record."""
         records, size = self._records, self._records.payload_bytes
         found = {at: self._window.payload(rank, use, size) for rank, slots, at in self._step.receives if slots}
         if not self._step.merges:
             return [_copier(records.payloads[at], payload) for at, payload in found.items()]
         found.setdefault(0, records.payloads[0])
-        return [records.merger(ops, [found[at] for at in sources]) for sources in self._step.merges]
+        return [records.merger([found[at] for at in sources]) for sources in self._step.merges]
 
     def swap(self, full: bool) -> Sequence[memoryview]:
         """Publish and wait for the others; gives no headers where all are this rank's."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from treeattn.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Header, Signature, conclude
 from treeattn.channel import Channel
 from treeattn.executor import Exchange
 from treeattn.plan import Plan
 from treeattn.state import PartialState
 from treeattn.swap import Swap
+from treeattn.wire_form import WireForm
 
 __all__ = ["Session"]
 
@@ -117,10 +116,10 @@ class Session:
             if len(self._exchanges) >= KEPT_EXCHANGES:
                 self._channel.retire(self._exchanges.pop(next(iter(self._exchanges))).transport)
             root, shape, dtype = agreed.wire
-            payload = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            plan = self._plan_for(payload, root)
+            form = WireForm(shape, dtype)
+            plan = self._plan_for(form.nbytes, root)
             channel = self._channel
-            found = Exchange(plan, channel.branch(), channel.window, shape, dtype, channel.tally)
+            found = Exchange(plan, channel.branch(), channel.window, form, channel.tally)
             self._exchanges[agreed.wire] = found
         return found
 

@@ -1,7 +1,8 @@
 """The partial attention state and its merge: the algebra that everything else here carries around.
 
 A state is three numbers per query and head, ``m`` = max logit, ``l`` = sum of exp(logit - m) and the vector
-``o`` = sum of exp(logit - m) v, in one packed buffer: the very bytes that travel between ranks.
+``o`` = sum of exp(logit - m) v, in one packed buffer. Between ranks it travels in another form of the same size; see
+`treeattn.wire_form`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from operator import index
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_numpy
 from treeattn.errors import InputError
+
+if TYPE_CHECKING:
+    from treeattn.wire_form import WireForm
 
 __all__ = ["PartialState", "StateOps", "buffer_for", "merge", "sink_logits"]
 
@@ -37,10 +41,6 @@ class StateOps(Protocol):
     def direct(self) -> str:
         """Family of the device memory, "cuda" or "rocm", that a GPU-aware MPI may be given as it is; "" for none."""
 
-    @property
-    def staged(self) -> StateOps:
-        """Operations on this backend's states where their packed bytes have been copied to host memory."""
-
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate a packed buffer, not initialised."""
 
@@ -49,9 +49,6 @@ class StateOps(Protocol):
 
     def merge(self, out: Array, sources: list[Array]) -> None:
         """Write the merge of ``sources``, taken in this order, to ``out``, which may be one of them."""
-
-    def prepare_merge(self, out: Array, sources: list[Array]) -> Callable[[], None]:
-        """Give a function that merges ``sources`` to ``out``, which stay where they are, each time it is called."""
 
     def finish(self, packed: Array, sink: Array | None) -> tuple[Array, Array]:
         """Give (out, lse) of shapes (B, Hq, Tq, Dv) and (B, Hq, Tq), natural base; ``sink`` (Hq,) or None."""
@@ -64,6 +61,12 @@ class StateOps(Protocol):
 
     def wait(self) -> None:
         """Return when what was started on the current stream is done, where there are streams."""
+
+    def prepare_pack(self, wire: npt.NDArray[np.uint8], form: WireForm) -> Callable[[Array], None]:
+        """Give a function that writes a state's wire rows to ``wire``, in host memory, complete on return."""
+
+    def prepare_unpack(self, wire: npt.NDArray[np.uint8], form: WireForm) -> Callable[[Array], None]:
+        """Give a function that fills a packed buffer with the state of the wire rows at ``wire``."""
 
 
 class PartialState:
@@ -100,7 +103,7 @@ class PartialState:
 
     @property
     def packed(self) -> Array:
-        """The one buffer (B, Hq, Tq, Dv + 2), the very bytes that travel; read-only."""
+        """The one buffer (B, Hq, Tq, Dv + 2); read-only."""
         return _read_only(self._packed)
 
     @property
@@ -115,7 +118,10 @@ class PartialState:
 
     @property
     def m(self) -> Array:
-        """Largest logit, natural base, shape (B, Hq, Tq); -inf where no key was seen."""
+        """Largest logit, natural base, shape (B, Hq, Tq); -inf where no key was seen.
+
+        After a merge between ranks it is what o and l are relative to, and at most ln 2 above the largest logit.
+        """
         return self.packed[..., -1]
 
     @property
@@ -131,7 +137,7 @@ class PartialState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed buffer, which is what one message carries."""
+        """Bytes of the packed buffer."""
         return int(self._packed.nbytes)
 
     def __repr__(self) -> str:

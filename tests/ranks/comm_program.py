@@ -15,6 +15,7 @@ import numpy as np
 import treeattn
 from treeattn.agreement import Attempt
 from treeattn.state import PartialState
+from treeattn.testing import over_the_wire
 
 SHAPE = (1, 4, 1, 6)
 
@@ -130,7 +131,7 @@ def report(source, stride=1, **options):
             "hosts": comm.hosts,
             "results": results,
             "error": float(np.abs(merged - expected(comm.size).finish()).max()),
-            "in rank order": bits(treeattn.merge([state_of(rank) for rank in range(comm.size)])),
+            "in rank order": bits(over_the_wire([state_of(rank) for rank in range(comm.size)])),
             "counted": counted(comm),
             "quarrels": quarrels(comm, stride),
         }

@@ -12,10 +12,16 @@ if TYPE_CHECKING:
     from treeattn.testing.conformance import BackendConformance
     from treeattn.testing.fake_backend import FakeBackend
     from treeattn.testing.ranks import run_ranks
+    from treeattn.testing.wire import over_the_wire
 
-__all__ = ["BackendConformance", "FakeBackend", "run_ranks"]
+__all__ = ["BackendConformance", "FakeBackend", "over_the_wire", "run_ranks"]
 
-_HOMES = {"BackendConformance": "conformance", "FakeBackend": "fake_backend", "run_ranks": "ranks"}
+_HOMES = {
+    "BackendConformance": "conformance",
+    "FakeBackend": "fake_backend",
+    "over_the_wire": "wire",
+    "run_ranks": "ranks",
+}
 
 
 def __getattr__(name: str) -> Any:

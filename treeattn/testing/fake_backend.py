@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from treeattn.backends.base import Backend, Prepared
-from treeattn.backends.host import HostOps
+from treeattn.backends.host import HostOps, StagedOps
 from treeattn.inputs import Args, Spec
 from treeattn.kernels import reference
 
@@ -45,7 +45,7 @@ class DeviceArray:
         raise TypeError("this array is on a device: copy it with its backend's operations")
 
 
-class FakeOps:
+class FakeOps(StagedOps):
     """`treeattn.state.StateOps` on `DeviceArray`, recording each call."""
 
     def __init__(self, name: str, calls: list[str], failures: dict[str, Exception]) -> None:
@@ -57,11 +57,6 @@ class FakeOps:
     def name(self) -> str:
         """Name of the backend."""
         return self._host.name
-
-    @property
-    def staged(self) -> HostOps:
-        """What runs once a state has been copied from the device."""
-        return self._host
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Allocate on the device; what was there before is garbage, and here it is NaN."""
@@ -77,10 +72,6 @@ class FakeOps:
         """Merge on the device."""
         self._record("merge")
         self._host.merge(out._memory, [source._memory for source in sources])
-
-    def prepare_merge(self, out: Any, sources: list[Any]) -> Callable[[], None]:
-        """Give a function that merges on the device."""
-        return lambda: self.merge(out, sources)
 
     def finish(self, packed: Any, sink: Array | None) -> tuple[Array, Array]:
         """Finish on the device; what comes out is for the caller, so it is a NumPy array."""

@@ -1,0 +1,63 @@
+"""What a state looks like while it travels: which numbers, in which precision, and how many bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Bytes", "WireForm", "merger"]
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class WireForm:
+    """Rows of a state on the wire; see `treeattn.kernels.wire_rows` for what they hold.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the packed state, (B, Hq, Tq, Dv + 2).
+    dtype : "float32" or "float64"
+        The state's.
+
+    Examples
+    --------
+    >>> WireForm((1, 32, 1, 130), "float32").nbytes
+    16640
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row: o, then l, then e."""
+        return self.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        """Head rows of the state."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * np.dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a state."""
+        return self.rows * self.row_bytes
+
+
+def merger(out: Bytes, sources: Sequence[Bytes], form: WireForm) -> Callable[[], None]:
+    """Give a function that merges the rows at ``sources``, in this order, to ``out``; see `kernels.wire_rows`."""
+    from treeattn.kernels.wire_rows import prepare_merge  # here, because it loads numba
+
+    return prepare_merge(out, sources, form)
