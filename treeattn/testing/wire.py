@@ -18,6 +18,8 @@ Nested: TypeAlias = "PartialState | Sequence[Nested]"
 def over_the_wire(states: Nested) -> PartialState:
     """Merge states as ranks do, in the order given; states that are nested are merged among themselves first.
 
+    A state that is alone does not travel, and is given back.
+
     Examples
     --------
     >>> import treeattn
@@ -26,7 +28,9 @@ def over_the_wire(states: Nested) -> PartialState:
     >>> over_the_wire([[empty, empty], empty]).l.tolist()
     [[[0.0], [0.0]]]
     """
-    first = states
+    if isinstance(states, PartialState) or len(states) == 1:
+        return states if isinstance(states, PartialState) else over_the_wire(states[0])
+    first = states[0]
     while not isinstance(first, PartialState):
         first = first[0]
     form = WireForm(first._packed.shape, first.dtype.name)
