@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from treeattn.errors import CommError, RankTimeout
+from treeattn.gpu_mpi import Verdict
 from treeattn.guard import Guard
 from treeattn.rounds import Tally
 from treeattn.transport import Mark, Silence, Transport
@@ -40,6 +41,7 @@ class Channel:
         self.step, self.freed = 0, False
         self._branches: list[Transport] = []
         self.window: Window | None = None
+        self.gpu_memory = Verdict((), "not asked")
         self.name_hosts(("unknown",) * self.size)
 
     def name_hosts(self, hosts: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from treeattn.agreement import Attempt, Description, Signature
 from treeattn.broadcasting import broadcast, check_alike, describe, sendable
 from treeattn.channel import Channel
 from treeattn.errors import InputError
+from treeattn.gpu_mpi import Verdict, agreed
 from treeattn.joining import Settings, map_hosts, open_transport, under_launcher
 from treeattn.plan import Plan, Radices, Stats, Usage
 from treeattn.planner import choose_radices, plan_allreduce, plan_bcast, plan_reduce
@@ -109,12 +110,14 @@ class TreeComm:
         channel, transport = self._channel, self._channel.transport
         names = tuple(each["name"] for each in self.consult("TreeComm", (), {"name": transport.host_name()}))
         channel.name_hosts(names)
-        settings, error = Settings(), None
+        settings, memory, error = Settings(), Verdict((), "not asked"), None
         try:
             settings = Settings.read(self.size, hosts, plan, deterministic, timeout)
+            memory = transport.gpu_memory()
         except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
             error = wrong
-        self.consult("TreeComm", settings.fields, {}, error)
+        told = self.consult("TreeComm", settings.fields, {"gpu_mpi": memory}, error)
+        channel.gpu_memory = agreed(each["gpu_mpi"] for each in told)
         transport.timeout = settings.timeout
         channel.name_hosts(settings.hosts or map_hosts(transport, names, self.consult))
         settings.check_plan(channel.hosts)
@@ -156,6 +159,11 @@ class TreeComm:
     def stats(self) -> Stats:
         """What this rank has sent, and how many rounds it went through, since the communicator was made."""
         return self._channel.tally.stats
+
+    @property
+    def gpu_mpi(self) -> Verdict:
+        """Families of GPU memory that every rank's MPI takes pointers to, and how that is known."""
+        return self._channel.gpu_memory
 
     @property
     def native_allreduce(self) -> bool:

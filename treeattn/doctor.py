@@ -229,12 +229,10 @@ def _same_bits(comm: TreeComm) -> Check:
 
 
 def _gpu_mpi(comm: TreeComm) -> Check:
-    from treeattn.gpu_mpi import Verdict, agreed, ask
-
-    name = "GPU-aware MPI"
-    verdict = agreed(Verdict(**each) for each in comm.consult(name, (), ask()._asdict()))
-    finding = f"{'yes' if verdict.aware else 'no'}: {verdict.reason}; states of GPUs travel through pinned host memory"
-    return Check(name, finding)
+    families, reason = comm.gpu_mpi
+    if not families:
+        return Check("GPU-aware MPI", f"no: {reason}; states of GPUs travel through pinned host memory")
+    return Check("GPU-aware MPI", f"{' and '.join(families)}: {reason}; not yet run on a card")
 
 
 def _same(name: str, comm: TreeComm, mine: str) -> Check:

@@ -107,7 +107,9 @@ def _memory_kinds(mpi: Any) -> str | None:
 
 
 def _answers(library: Any) -> dict[str, dict[str, int]]:
-    answers = {name: {family: int(getattr(library, name)())} for name, family in QUERIES.items() if hasattr(library, name)}
+    answers = {
+        name: {family: int(getattr(library, name)())} for name, family in QUERIES.items() if hasattr(library, name)
+    }
     if hasattr(library, GPU_QUERY):
         answers = {GPU_QUERY: {family: _gpu_query(library, kind) for family, kind in GPU_TYPES.items()}, **answers}
     return answers

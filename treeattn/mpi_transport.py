@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from treeattn.errors import CommError, InputError, MissingDependencyError, RankTimeout
+from treeattn.gpu_mpi import Verdict, ask
 from treeattn.launch import abort, launched
 from treeattn.transport import Bytes, Mark, Silence, Transport
 from treeattn.waiting import Patience, nap
@@ -171,6 +172,10 @@ class MpiTransport(Transport):
         length, found = len(data), bytearray(len(data) * self.size)
         self.wait([self._comm.Iallgather([data, self._bytes], [found, length, self._bytes])])
         return [bytes(found[start : start + length]) for start in range(0, length * self.size, length)]
+
+    def gpu_memory(self) -> Verdict:
+        """Ask MPI."""
+        return ask(import_mpi())
 
     native_allreduce = True
 

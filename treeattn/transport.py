@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.gpu_mpi import Verdict
+
 __all__ = ["Bytes", "Mark", "Prepared", "SelfTransport", "Silence", "Transport"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -121,6 +123,10 @@ class Transport(ABC):
             False where it has none, and nothing was done.
         """
         return False
+
+    def gpu_memory(self) -> Verdict:
+        """Say which GPU memory messages may be in; none where only the CPU moves bytes."""
+        return Verdict((), "messages are copied by the CPU")
 
     @abstractmethod
     def dup(self) -> Transport:

@@ -1,6 +1,8 @@
 // The tensor-core kernel: 16-bit K and V of one type, eight rows of one KV head, keys sixteen at a time.
 //
 // A wave streams its keys straight into the fragments of the matrix instruction: no shared memory, no transposing.
+// Rows too wide for one wave's registers are cut over TA_SHARE of them: each multiplies its part of K, they add up
+// what they have found in shared memory, all in the same order, and each sums its own part of V.
 // Sums over the width may run in any order, so a lane may load 16 neighbouring bytes as long as q is laid out alike.
 // The instruction has sixteen rows for eight queries. The other eight carry what rounding to 16 bits cut off from q,
 // and later from the probabilities, so that the error stays near float32's and costs nothing.
@@ -18,8 +20,12 @@
 #include "logits.cu"
 #include "publish.cu"
 
-#define TA_WAVES (TA_THREADS / TA_WAVE)
-#define TA_STEP (TA_WAVES * 16)
+#define TA_GROUPS (TA_THREADS / TA_WAVE / TA_SHARE)
+#define TA_STEP (TA_GROUPS * 16)
+// Elements of K and V that are one wave's, before they are rounded up to whole loads.
+#define TA_OWN(width) (((width) + TA_SHARE - 1) / TA_SHARE)
+// The wave's number among those that share a row.
+#define TA_PORTION ((int)threadIdx.x / TA_WAVE % TA_SHARE)
 #define TA_K_STEP ((int)call.k_stride[2])
 #define TA_V_STEP ((int)call.v_stride[2])
 
@@ -84,6 +90,26 @@ TA_INLINE void ta_load_query(const ta_call& call, const ta_place& here, int row,
 #include "matrix_nvidia.cu"
 #endif
 
+#if TA_SHARE > 1
+// Add up what the waves that share a row have each found. The room is used in turn, so that one barrier is enough:
+// who writes to it again has passed the barrier in between, which all came to after they had read.
+TA_INLINE void ta_add_portions(float* sums, int* turn) {
+  __shared__ float found[2][TA_THREADS][TA_SCORES];
+  const int thread = threadIdx.x, first = thread - TA_PORTION * TA_WAVE;
+  float(*mine)[TA_SCORES] = found[*turn];
+  *turn ^= 1;
+#pragma unroll
+  for (int i = 0; i < TA_SCORES; i++) mine[thread][i] = sums[i];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < TA_SCORES; i++) {
+    sums[i] = mine[first][i];
+#pragma unroll
+    for (int w = 1; w < TA_SHARE; w++) sums[i] += mine[first + w * TA_WAVE][i];
+  }
+}
+#endif
+
 // Add what `ta_clear` took out of V, in the rows that see it. Rare, and slow: one key and one element after the other.
 TA_INLINE void ta_add_cleared(const ta_call& call, const ta_place& here, ta_matrix& state, const char* v, int key,
                               const float* weights, int lane) {
@@ -99,25 +125,31 @@ TA_INLINE void ta_add_cleared(const ta_call& call, const ta_place& here, ta_matr
 }
 
 extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, TA_BLOCKS) treeattn_matrix(const ta_call call) {
-  __shared__ ta_f4 shared_o[(TA_SHARED_O(TA_WAVES) + 3) / 4];
+  __shared__ ta_f4 shared_o[(TA_SHARED_O(TA_GROUPS) + 3) / 4];
   float* sm_o = shared_o[0].at;
-  __shared__ float sm_m[TA_WAVES * TA_ROWS], sm_l[TA_WAVES * TA_ROWS];
-  const int lane = threadIdx.x % TA_WAVE, wave = threadIdx.x / TA_WAVE;
+  __shared__ float sm_m[TA_GROUPS * TA_ROWS], sm_l[TA_GROUPS * TA_ROWS];
+  const int lane = threadIdx.x % TA_WAVE, group = threadIdx.x / TA_WAVE / TA_SHARE;
   const ta_place here = ta_here(call, TA_STEP);
   const char* k = call.k + here.batch * call.k_stride[0] + here.head * call.k_stride[1];
   const char* v = call.v + here.batch * call.v_stride[0] + here.head * call.v_stride[1];
   const ta_row row = ta_row_of(call, here, ta_score_row(lane));
   float m = -TA_INF, l = 0.f;
+#if TA_SHARE > 1
+  int turn = 0;
+#endif
   ta_matrix state;
   state.start(call, here, lane);
 
   // Counted in whole steps: a loop that is plainly the same for all threads needs no code for diverged shuffles.
   for (int base = here.first_key; base < here.end_key; base += TA_STEP) {
-    const int key = base + wave * 16;
+    const int key = base + group * 16;
     float x[TA_SCORES], weights[TA_SCORES];
     state.load_keys(k, TA_K_STEP, key, here.end_key - 1, lane);
     state.load_values(v, TA_V_STEP, key, here.end_key - 1, lane);
     state.score(x);
+#if TA_SHARE > 1
+    ta_add_portions(x, &turn);
+#endif
     float highest = m;
     bool clean = true;
 #pragma unroll
@@ -151,10 +183,10 @@ extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, TA_BLOCKS) treeattn_matr
   }
 #pragma unroll
   for (int offset = TA_ROW_FIRST; offset < TA_ROW_END; offset *= 2) l += TA_SHUFFLE_XOR(l, offset, TA_WAVE);
-  state.leave(sm_o + wave * TA_ROWS * TA_DV, lane);
-  if (ta_score_owner(lane)) {
-    sm_m[wave * TA_ROWS + ta_score_row(lane)] = m;
-    sm_l[wave * TA_ROWS + ta_score_row(lane)] = l;
+  state.leave(sm_o + group * TA_ROWS * TA_DV, lane);
+  if (ta_score_owner(lane) && TA_PORTION == 0) {
+    sm_m[group * TA_ROWS + ta_score_row(lane)] = m;
+    sm_l[group * TA_ROWS + ta_score_row(lane)] = l;
   }
-  ta_publish(call, here, TA_WAVES, sm_o, sm_m, sm_l);
+  ta_publish(call, here, TA_GROUPS, sm_o, sm_m, sm_l);
 }

@@ -19,9 +19,9 @@
 #define TA_ROW_FIRST 16
 #define TA_ROW_END TA_WAVE
 // 16-byte loads of a key, whose eight elements each go to one lane of each part; a whole number of instructions.
-#define TA_K_LOADS ((TA_D + 8 * TA_PARTS - 1) / (8 * TA_PARTS))
+#define TA_K_LOADS ((TA_OWN(TA_D) + 8 * TA_PARTS - 1) / (8 * TA_PARTS))
 #define TA_K_PADDED (TA_TERMS == 16 ? (TA_K_LOADS + 1) / 2 * 2 : TA_K_LOADS)
-#define TA_V_LOADS ((TA_DV + 127) / 128)  // of a value, 128 elements over the sixteen lanes of a part
+#define TA_V_LOADS ((TA_OWN(TA_DV) + 127) / 128)  // of a value, 128 elements over the sixteen lanes of a part
 
 TA_INLINE int ta_score_row(int lane) { return lane % 8; }
 TA_INLINE bool ta_score_owner(int lane) { return lane < 8; }
@@ -97,10 +97,13 @@ TA_INLINE ta_terms ta_terms_of(const ta_v4* pieces, int i) {
 
 struct ta_matrix {
   ta_v4 q[TA_K_PADDED], k[TA_K_PADDED], v[TA_V_LOADS][TA_TERMS];
-  float o[TA_V_LOADS][8][TA_SCORES];  // element 128 c + 8 ta_sum_row(i) + e of column n is o[c][e][i]
+  float o[TA_V_LOADS][8][TA_SCORES];  // element 8 ta_sum_row(i) + e of load c of column n is o[c][e][i]
 
-  static TA_INLINE int element(int c, int e, int i, int lane) { return c * 128 + ta_sum_row(i, lane) * 8 + e; }
-  static TA_INLINE int first(int c, int lane) { return (c * TA_PARTS + (TA_PARTS == 1 ? 0 : lane / 16)) * 8; }
+  static TA_INLINE int value_load(int c) { return (TA_PORTION * TA_V_LOADS + c) * 128; }
+  static TA_INLINE int element(int c, int e, int i, int lane) { return value_load(c) + ta_sum_row(i, lane) * 8 + e; }
+  static TA_INLINE int first(int c, int lane) {
+    return ((TA_PORTION * TA_K_PADDED + c) * TA_PARTS + (TA_PARTS == 1 ? 0 : lane / 16)) * 8;
+  }
 
   TA_INLINE void start(const ta_call& call, const ta_place& here, int lane) {
     const bool rests = lane % 16 >= 8;
@@ -130,7 +133,7 @@ struct ta_matrix {
     for (int i = 0; i < TA_TERMS; i++) {
       const char* value = values + (long long)ta_min(key + ta_term_key(i, lane), last) * step;
 #pragma unroll
-      for (int c = 0; c < TA_V_LOADS; c++) v[c][i] = ta_load(value, c * 128 + lane % 16 * 8, TA_DV);
+      for (int c = 0; c < TA_V_LOADS; c++) v[c][i] = ta_load(value, value_load(c) + lane % 16 * 8, TA_DV);
     }
   }
 

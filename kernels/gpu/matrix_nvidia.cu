@@ -4,8 +4,8 @@
 #define TA_SCORES 4
 #define TA_ROW_FIRST 1
 #define TA_ROW_END 4
-#define TA_K_LOADS ((TA_D + 31) / 32)    // of a key, 32 elements over the four lanes that share it
-#define TA_V_LOADS ((TA_DV + 63) / 64)   // of a value, 64 elements over the eight lanes that share it
+#define TA_K_LOADS ((TA_OWN(TA_D) + 31) / 32)   // of a key, 32 elements over the four lanes that share it
+#define TA_V_LOADS ((TA_OWN(TA_DV) + 63) / 64)  // of a value, 64 elements over the eight lanes that share it
 
 TA_INLINE int ta_score_row(int lane) { return lane / 4; }
 TA_INLINE bool ta_score_owner(int lane) { return lane % 4 == 0; }
@@ -29,15 +29,18 @@ TA_INLINE void ta_mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
 struct ta_matrix {
   unsigned q[2 * TA_K_LOADS][4];
   ta_v4 k[2][TA_K_LOADS], v[TA_V_LOADS][4];
-  float o[TA_V_LOADS][8][4];  // element 64 c + 8 (2 t + j) + i of row g is the sum of o[c][i][j] and o[c][i][j + 2]
+  float o[TA_V_LOADS][8][4];  // element 8 (2 t + j) + i of load c of row g is the sum of o[c][i][j] and o[c][i][j + 2]
 
-  static TA_INLINE int element(int c, int i, int j, int lane) { return c * 64 + (lane % 4 * 2 + j) * 8 + i; }
+  // Where the wave's `c`-th load of a row begins, for lane 0.
+  static TA_INLINE int key_load(int c) { return (TA_PORTION * TA_K_LOADS + c) * 32; }
+  static TA_INLINE int value_load(int c) { return (TA_PORTION * TA_V_LOADS + c) * 64; }
+  static TA_INLINE int element(int c, int i, int j, int lane) { return value_load(c) + (lane % 4 * 2 + j) * 8 + i; }
 
   TA_INLINE void start(const ta_call& call, const ta_place& here, int lane) {
 #pragma unroll
     for (int c = 0; c < TA_K_LOADS; c++) {
       float x[8];
-      ta_load_query(call, here, lane / 4, c * 32 + lane % 4 * 8, x);
+      ta_load_query(call, here, lane / 4, key_load(c) + lane % 4 * 8, x);
 #pragma unroll
       for (int i = 0; i < 4; i++) ta_split(x[2 * i], x[2 * i + 1], &q[2 * c + i / 2][i % 2 * 2], &q[2 * c + i / 2][i % 2 * 2 + 1]);
     }
@@ -50,7 +53,7 @@ struct ta_matrix {
     for (int n = 0; n < 2; n++) {
       const char* row = keys + (long long)ta_min(key + n * 8 + lane / 4, last) * step;
 #pragma unroll
-      for (int c = 0; c < TA_K_LOADS; c++) k[n][c] = ta_load(row, c * 32 + lane % 4 * 8, TA_D);
+      for (int c = 0; c < TA_K_LOADS; c++) k[n][c] = ta_load(row, key_load(c) + lane % 4 * 8, TA_D);
     }
   }
 
@@ -59,7 +62,7 @@ struct ta_matrix {
     for (int i = 0; i < 4; i++) {
       const char* row = values + (long long)ta_min(key + ta_score_key(i, lane), last) * step;
 #pragma unroll
-      for (int c = 0; c < TA_V_LOADS; c++) v[c][i] = ta_load(row, c * 64 + lane / 4 * 8, TA_DV);
+      for (int c = 0; c < TA_V_LOADS; c++) v[c][i] = ta_load(row, value_load(c) + lane / 4 * 8, TA_DV);
     }
   }
 

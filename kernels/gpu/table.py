@@ -9,7 +9,7 @@ from treeattn.inputs import Spec
 from treeattn.kernels.gpu.source import MAX_SPLITS, THREADS
 from treeattn.kernels.gpu.targets import Target
 
-__all__ = ["REGISTERS_PER_BLOCK_SLOT", "TYPES", "Specialisation", "choose"]
+__all__ = ["REGISTERS_PER_BLOCK_SLOT", "TYPES", "Specialisation", "choose", "without_tensor_cores"]
 
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
 """Numbers of the stored types in ``types.cu``."""
@@ -17,9 +17,15 @@ TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "float8_
 REGISTERS_PER_BLOCK_SLOT = 65536 // THREADS
 """32-bit registers of an NVIDIA multiprocessor for each thread of one block."""
 
-MATRIX_WIDTH = {"mma": 128, "mfma": 128, "wmma12": 128, "wmma11": 64}
-"""Widest row whose fragments and sums fit the registers; wider ones take the vector kernel. RDNA3 holds every
-fragment twice, so that rows of 128 spill; its memory is slow enough for the vector kernel to keep up."""
+MATRIX_WIDTH = {"mma": (160, 128), "mfma": (128, 128), "wmma12": (144, 128), "wmma11": (64, 128)}
+"""Widest parts of a row of K and of V that one wave takes; wider rows are cut over 2 or 4 waves of a block. RDNA3 holds
+every fragment of K twice."""
+
+MATRIX_LAST_WIDTH = {"mfma": (288, 256)}
+"""The same where all waves of a block share a row already: CDNA has the registers, for one wave a SIMD unit then."""
+
+MATRIX_MULTIPLE = {"wmma12": (64, 64), "wmma11": (128, 128)}
+"""What widths must be a multiple of to be cut: clang spills where a wave's part ends within a load."""
 
 MATRIX_ROWS = 8
 """Queries of one tensor-core tile; the instruction's other eight rows carry low-order parts."""
@@ -54,6 +60,8 @@ class Specialisation:
         None, bool, float.
     blocks : int
         Blocks that an NVIDIA multiprocessor must be able to hold, which bounds the registers.
+    share : int
+        Waves that a row is cut over (matrix kernel).
     """
 
     kernel: Literal["vector", "matrix"]
@@ -73,12 +81,13 @@ class Specialisation:
     k_scaled: bool = False
     v_scaled: bool = False
     blocks: int = 1
+    share: int = 1
 
     @property
     def step(self) -> int:
         """Keys that a block takes at once."""
         if self.kernel == "matrix":
-            return THREADS // self.target.wave * 16
+            return THREADS // self.target.wave // self.share * 16
         return THREADS // self.team * self.unroll
 
     @property
@@ -109,6 +118,7 @@ class Specialisation:
             "TA_K_SCALED": self.k_scaled,
             "TA_V_SCALED": self.v_scaled,
             "TA_BLOCKS": self.blocks,
+            "TA_SHARE": self.share,
             "TA_THREADS": THREADS,
             "TA_MAX_SPLITS": MAX_SPLITS,
         }
@@ -139,29 +149,57 @@ def choose(spec: Spec, target: Target, *, k_wide: bool = True, v_wide: bool = Tr
         "k_scaled": spec.kv.k_scaled,
         "v_scaled": spec.kv.v_scaled,
     }
-    if k_wide and v_wide and _fits_matrix(spec, target):
-        blocks = _matrix_blocks(spec)
-        return Specialisation("matrix", rows=MATRIX_ROWS, team=target.wave, unroll=1, blocks=blocks, **common)  # type: ignore[arg-type]
-    shape = _vector_shape(spec, target, k_wide and v_wide)
-    return Specialisation("vector", **common, **shape)  # type: ignore[arg-type]
+    kernel: Literal["vector", "matrix"] = "vector"
+    if without_tensor_cores(spec, target, k_wide=k_wide, v_wide=v_wide):
+        shape = _vector_shape(spec, target, k_wide and v_wide)
+    else:
+        kernel, shape = "matrix", _matrix_shape(spec, target)
+    return Specialisation(kernel, **common, **shape)  # type: ignore[arg-type]
 
 
-def _fits_matrix(spec: Spec, target: Target) -> bool:
-    """Four rows or more make the tensor cores worth it; q must fit two numbers of K's type."""
-    kv = spec.kv
+def without_tensor_cores(spec: Spec, target: Target, *, k_wide: bool = True, v_wide: bool = True) -> list[str]:
+    """Say why a call takes the vector kernel; an empty list means that it takes the tensor cores."""
+    kv, rows = spec.kv, spec.group * spec.q_tokens
     exact = spec.q_dtype == kv.k_dtype or (kv.k_dtype == "bfloat16" and spec.q_dtype in ("float32", "float16"))
-    sixteen = kv.k_dtype == kv.v_dtype and kv.k_dtype in ("bfloat16", "float16")
-    plain = not (kv.k_scaled or kv.v_scaled)
-    if target.matrix is None or not (exact and sixteen and plain) or spec.group * spec.q_tokens < 4:
-        return False
-    return max(spec.head_dim, spec.v_head_dim) <= MATRIX_WIDTH[target.matrix]
+    reasons = {
+        f"{target.arch} has no matrix instruction that is used here": target.matrix is None,
+        "K and V are not both bfloat16 or both float16": kv.k_dtype != kv.v_dtype or _BYTES[kv.k_dtype] != 2,
+        f"two numbers of {kv.k_dtype} don't hold one of q, {spec.q_dtype}": not exact,
+        "K and V have scales": kv.k_scaled or kv.v_scaled,
+        f"{rows} query rows of a KV head are too few to pay, fewer than 4": rows < 4,
+        "rows of K and V can't be read 16 bytes at a time": not (k_wide and v_wide),
+        f"rows of {spec.head_dim} and {spec.v_head_dim} don't fit the registers of a block's waves": (
+            target.matrix is not None and not _shares(spec, target)
+        ),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
-def _matrix_blocks(spec: Spec) -> int:
+def _shares(spec: Spec, target: Target) -> int:
+    """Fewest waves, a power of two, that have room for a row between them; 0 where all of a block have not."""
+    matrix, waves = target.matrix or "mma", THREADS // target.wave
+    for share in (1, 2, 4)[: waves.bit_length()]:
+        widths = MATRIX_LAST_WIDTH.get(matrix, MATRIX_WIDTH[matrix]) if share == waves else MATRIX_WIDTH[matrix]
+        if spec.head_dim <= share * widths[0] and spec.v_head_dim <= share * widths[1]:
+            return share if share == 1 or _divides(spec, MATRIX_MULTIPLE.get(matrix, (1, 1))) else 0
+    return 0
+
+
+def _divides(spec: Spec, multiples: tuple[int, int]) -> bool:
+    return spec.head_dim % multiples[0] == spec.v_head_dim % multiples[1] == 0
+
+
+def _matrix_shape(spec: Spec, target: Target) -> dict[str, int]:
+    share = _shares(spec, target)
+    blocks = _matrix_blocks(spec, share)
+    return {"rows": MATRIX_ROWS, "team": target.wave, "unroll": 1, "blocks": blocks, "share": share}
+
+
+def _matrix_blocks(spec: Spec, share: int) -> int:
     """As many as leave the registers that the kernel needs without spilling: the checks hold it to that."""
     if max(spec.head_dim, spec.v_head_dim) <= 64:
         return 3
-    whole = spec.head_dim % 32 == 0 and spec.v_head_dim % 64 == 0
+    whole = spec.head_dim % 32 == 0 and spec.v_head_dim % 64 == 0 and share == 1 and spec.head_dim <= 128
     return 3 if whole and not (spec.positional or spec.mask or spec.softcap) else 2
 
 

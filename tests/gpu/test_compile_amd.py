@@ -26,19 +26,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def special(arch: str, dtype: str, group: int, width: int, **options: Any) -> Specialisation:
+def special(arch: str, dtype: str, group: int, widths: tuple[int, int], **options: Any) -> Specialisation:
     made = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    q = np.zeros((1, group, 1, width), np.float32 if made.itemsize == 1 else made)
-    k = np.zeros((1, 1, 16, width), made)
-    return choose(resolve(q, k, k, Options(**options))[0], target_of(arch))
+    q = np.zeros((1, group, 1, widths[0]), np.float32 if made.itemsize == 1 else made)
+    k, v = (np.zeros((1, 1, 16, width), made) for width in widths)
+    return choose(resolve(q, k, v, Options(**options))[0], target_of(arch))
 
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "vector, float32, group 4": ("float32", 4, 128, {}),
-    "vector, bfloat16, group 1, features": ("bfloat16", 1, 128, FEATURES),
-    "vector, float8, group 2": ("float8_e4m3fn", 2, 128, {}),
-    "sixteen bits, width 64, features": ("float16", 8, 64, FEATURES),
-    "sixteen bits, width 128": ("bfloat16", 8, 128, {}),
+    "vector, float32, group 4": ("float32", 4, (128, 128), {}),
+    "vector, bfloat16, group 1, features": ("bfloat16", 1, (128, 128), FEATURES),
+    "vector, float8, group 2": ("float8_e4m3fn", 2, (128, 128), {}),
+    "sixteen bits, width 64, features": ("float16", 8, (64, 64), FEATURES),
+    "sixteen bits, width 128, features": ("bfloat16", 8, (128, 128), FEATURES),
+    "sixteen bits, width 256": ("bfloat16", 8, (256, 256), {}),
+    "sixteen bits, widths 576 and 512": ("bfloat16", 8, (576, 512), {}),
 }
 
 
@@ -67,7 +69,8 @@ def test_compiles_for_every_card_without_scratch(name: str, arch: str, tmp_path:
     made = assembly(tmp_path, source.text(f"{chosen.kernel}.cu"), chosen.defines(), arch)
     assert numbers(made, "ScratchSize") == [0]
     assert numbers(made, "LDSByteSize")[0] <= 64 * 1024
-    assert numbers(made, "Occupancy")[0] >= 2
+    alone = chosen.target.matrix == "mfma" and chosen.d == 576  # all registers of a SIMD unit are one wave's
+    assert numbers(made, "Occupancy")[0] >= (1 if alone else 2)
     assert numbers(made, "WaveSize") in ([], [chosen.target.wave])
     matrix = {"mfma": "v_mfma_f32_16x16x16", "wmma11": "v_wmma_f32_16x16x16", "wmma12": "v_wmma_f32_16x16x16"}
     assert chosen.kernel == "vector" or matrix[str(chosen.target.matrix)] in made

@@ -45,19 +45,22 @@ EVERYWHERE = {
     "vector, float32, group 4": special("float32", 4, 128),
     "vector, float8, features": special("float8_e4m3fn", 2, 128, **FEATURES),
     "tensor cores, bfloat16": special("bfloat16", 8, 128),
+    "tensor cores, bfloat16, width 256": special("bfloat16", 8, 256),
 }
 TABLE = {
     **EVERYWHERE,
     "vector, bfloat16, group 1": special("bfloat16", 1, 128),
     "vector, bfloat16, group 4": special("bfloat16", 4, 128, arch="sm_75"),
     "vector, bfloat16, group 8, features": special("bfloat16", 8, 128, arch="sm_75", **FEATURES),
-    "vector, float16, width 256": special("float16", 4, 256),
-    "vector, bfloat16, widths 576 and 512": special("bfloat16", 16, 576, 512),
+    "vector, float16, width 256": special("float16", 4, 256, arch="sm_75"),
+    "vector, bfloat16, widths 576 and 512": special("bfloat16", 16, 576, 512, arch="sm_75"),
     "vector, int8, scaled, features": special("int8", 4, 128, **FEATURES, **SCALED),
     "vector, float32, width 7": special("float32", 4, 7),
     "tensor cores, bfloat16, features": special("bfloat16", 8, 128, **FEATURES),
     "tensor cores, float16, features": special("float16", 8, 64, **FEATURES),
     "tensor cores, bfloat16, width 96": special("bfloat16", 8, 96),
+    "tensor cores, float16, width 192, features": special("float16", 8, 192, **FEATURES),
+    "tensor cores, bfloat16, widths 576 and 512, features": special("bfloat16", 16, 576, 512, **FEATURES),
 }
 
 

@@ -173,9 +173,21 @@ def test_every_barrier_is_needed_and_the_emulator_shows_it(
     assert not all(same_answer(emulator, arrays, seed, right) for seed in range(6))
 
 
-def same_answer(emulator: Any, arrays: Any, seed: int, right: Any) -> bool:
+def test_waves_that_share_a_row_must_wait_for_each_other(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    shapes = (1, 4, 1, 256), (1, 1, 100, 256), (1, 1, 100, 256)
+    arrays = [rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16) for shape in shapes]
+    text = source.text("matrix.cu")
+    at = text.index("__syncthreads();", text.index("ta_add_portions("))
+    right = state(emulator, MMA, *arrays, 3)
+    broken = text[:at] + text[at + len("__syncthreads();") :]
+    monkeypatch.setattr(source, "text", lambda _: broken)
+    assert not all(same_answer(emulator, arrays, seed, right, MMA) for seed in range(6))
+
+
+def same_answer(emulator: Any, arrays: Any, seed: int, right: Any, target: Target = VECTOR) -> bool:
     try:
-        return np.array_equal(state(emulator, VECTOR, *arrays, 3, seed=seed), right)
+        return np.array_equal(state(emulator, target, *arrays, 3, seed=seed), right)
     except (RuntimeError, AssertionError):  # divergence, or counters that were left behind
         return False
 

@@ -106,8 +106,16 @@ MATRIX = [(MMA, case) for case in MATRIX_CASES] + [
         (("float32", "bfloat16", "bfloat16"), (11, 1), (56, 24), "plain"),
         (("float32", "bfloat16", "bfloat16"), (6, 1), (128, 128), "plain"),
     ]
-    if max(case[2]) <= 64 or target is not WMMA_11  # whose wider rows take the vector kernel
 ]
+# Rows cut over the waves of a block: evenly, unevenly, over all of them, and with waves that have nothing of V.
+MATRIX += [
+    (target, (("float32", "bfloat16", "bfloat16"), (6, 1), widths, name))
+    for target, widths, name in [
+        (MMA, (192, 192), "plain"), (MMA, (576, 512), "plain"), (MMA, (256, 136), "everything"),
+        (MFMA, (256, 256), "plain"), (MFMA, (576, 512), "kv_len"), (WMMA_12, (256, 192), "plain"),
+        (WMMA_11, (256, 256), "float mask"),
+    ]
+]  # fmt: skip
 
 
 def made(case: Any, seed: int = 0) -> tuple[Any, Any, Any, dict[str, Any]]:

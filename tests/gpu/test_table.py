@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from treeattn.inputs import Options, Spec, resolve
 from treeattn.kernels.gpu.source import MAX_SPLITS, THREADS
 from treeattn.kernels.gpu.splits import split_count
-from treeattn.kernels.gpu.table import TYPES, choose
+from treeattn.kernels.gpu.table import TYPES, choose, without_tensor_cores
 from treeattn.kernels.gpu.targets import target_of
 
 law = settings(deadline=None, max_examples=200)
@@ -43,6 +43,9 @@ def test_every_call_has_a_kernel_whose_lanes_cover_its_rows(
     assert chosen.registers <= 255
     assert chosen.part % 4 == 0
     assert chosen.part >= chosen.rows * (widths[1] + 2)
+    if chosen.kernel == "matrix":
+        assert THREADS % (chosen.target.wave * chosen.share) == 0
+        assert chosen.step == THREADS // chosen.target.wave // chosen.share * 16
     if chosen.kernel == "vector":
         assert THREADS % chosen.team == 0
         assert chosen.team <= 32  # so that a team never crosses a wave, however wide that is
@@ -58,13 +61,18 @@ def test_every_call_has_a_kernel_whose_lanes_cover_its_rows(
         ("sm_80", "float16", "float16", 4, 64, {}, "matrix"),
         ("sm_80", "float16", "float32", 4, 64, {}, "vector"),  # a float32 may lie past float16's range
         ("sm_80", "bfloat16", "bfloat16", 3, 128, {}, "vector"),
-        ("sm_80", "bfloat16", "bfloat16", 8, 256, {}, "vector"),
+        ("sm_80", "bfloat16", "bfloat16", 8, 192, {}, "matrix"),
+        ("sm_80", "bfloat16", "bfloat16", 8, 512, {}, "matrix"),
+        ("sm_80", "bfloat16", "bfloat16", 8, 520, {}, "vector"),
         ("sm_80", "float32", "float32", 8, 128, {}, "vector"),
         ("sm_75", "bfloat16", "bfloat16", 8, 128, {}, "vector"),
         ("gfx90a", "bfloat16", "bfloat16", 8, 128, {}, "matrix"),
         ("gfx908", "bfloat16", "bfloat16", 8, 128, {}, "vector"),
         ("gfx1100", "float16", "float16", 8, 64, {}, "matrix"),
-        ("gfx1100", "float16", "float16", 8, 128, {}, "vector"),
+        ("gfx90a", "bfloat16", "bfloat16", 8, 512, {}, "matrix"),
+        ("gfx1100", "float16", "float16", 8, 128, {}, "matrix"),
+        ("gfx1100", "float16", "float16", 8, 256, {}, "matrix"),
+        ("gfx1100", "float16", "float16", 8, 96, {}, "vector"),  # a wave's part of it would end within a load
         ("gfx1201", "float16", "float16", 8, 128, {}, "matrix"),
         ("gfx1030", "float16", "float16", 8, 128, {}, "vector"),
         ("sm_90", "bfloat16", "bfloat16", 8, 128, {"k_scale": np.ones((1, 1, 1, 1))}, "vector"),
@@ -75,7 +83,21 @@ def test_tensor_cores_are_taken_where_they_pay(
 ) -> None:
     spec = spec_of(dtype, q_dtype, group, width, width, **options)
     assert choose(spec, target_of(arch)).kernel == kernel
+    assert bool(without_tensor_cores(spec, target_of(arch))) == (kernel == "vector")
     assert choose(spec, target_of(arch), k_wide=False, v_wide=True).kernel == "vector"
+
+
+def test_what_keeps_a_call_from_the_tensor_cores_is_said() -> None:
+    spec = spec_of("float16", "float32", 3, 520, 520, k_scale=np.ones((1, 1, 1, 1)))
+    assert without_tensor_cores(spec, target_of("sm_90"), v_wide=False) == [
+        "two numbers of float16 don't hold one of q, float32",
+        "K and V have scales",
+        "3 query rows of a KV head are too few to pay, fewer than 4",
+        "rows of K and V can't be read 16 bytes at a time",
+        "rows of 520 and 520 don't fit the registers of a block's waves",
+    ]
+    [reason] = without_tensor_cores(spec_of("bfloat16", "bfloat16", 8, 64, 64), target_of("gfx1030"))
+    assert reason == "gfx1030 has no matrix instruction that is used here"
 
 
 @law
