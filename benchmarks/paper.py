@@ -36,7 +36,7 @@ RESIDENT_HEADS, RESIDENT_WIDTH = 4, 128
 def attention_ms(algorithm: str, tokens: int, ranks: int) -> float:
     """Forecast one layer of 16 heads of width 128, as many for keys, in bf16: the paper's attention block."""
     model = replace(MODELS["llama-3-8b"], layers=1, q_heads=16, kv_heads=16, parameters=0.0)
-    cluster = Cluster(DEVICES["h100"], ranks, 8, LINKS["nvlink4"], LINKS["ib-ndr"])
+    cluster = Cluster.of(DEVICES["h100"], ranks, 8, LINKS["ib-ndr"])
     return forecast(algorithm, Demand(model, tokens), cluster).total
 
 

@@ -10,7 +10,8 @@ import pytest
 
 import treeattn
 from treeattn import errors
-from treeattn.catalog import Device, Link, Model
+from treeattn.catalog import Link, Model
+from treeattn.costs import CostModel
 from treeattn.emulation import DelayedTransport, Delays, OwnTime
 from treeattn.forecast import Cluster, Demand, forecast
 from treeattn.inputs import Options
@@ -103,11 +104,11 @@ def test_at_sixteen_hosts_the_tree_is_at_least_eight_times_faster_than_a_ring():
 def test_the_forecast_of_the_wire_is_what_is_emulated(hosts):
     model = Model(layers=1, q_heads=2, kv_heads=2, head_dim=4, parameters=0)
     way = Link(alpha_us=10_000.0, gb_per_s=1e12, source="")
-    cluster = Cluster(Device(1, 1e12, 1, "", ""), hosts, 1, way, way)
+    cluster = Cluster(hosts, 1, 1e12, CostModel(way, way))
     for name, run in (
         ("tree", tree),
         ("ring", baseline("ring")),
-        *((name, baseline(name)) for name in ("ring_query", "megatron_sp", "dist_flash")),
+        *((name, baseline(name)) for name in ("ring_query", "megatron_sp", "dist_flash", "gather")),
     ):
         assert max(elapsed(apart(hosts), run)) == pytest.approx(forecast(name, Demand(model, 64), cluster).wire)
 

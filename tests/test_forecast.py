@@ -7,22 +7,40 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+import treeattn
 from treeattn import cli, errors
-from treeattn.catalog import DEVICES, LINKS, MODELS, Link, look_up
+from treeattn.catalog import DEVICES, LINKS, MODELS, Link, Model, look_up
+from treeattn.cli.plan import SHOWN
+from treeattn.costs import CostModel, cost
 from treeattn.forecast import ALGORITHMS, EFFICIENCY, Cluster, Demand, forecast, smallest_fit
-from treeattn.planner import plan_allreduce
-from treeattn.published import GUIDE_MS, PAPER, paper_ratio
+from treeattn.inputs import Options
+from treeattn.planner import choose_radices, plan_allreduce
+from treeattn.published import CHOSEN, GUIDE_MS, PAPER, error, fitted, paper_seconds
+from treeattn.testing import run_ranks
 
 LLAMA = Demand(MODELS["llama-3-8b"], 2**20)
 
 
-def cluster(ranks: int, per_host: int = 8, **changes):
-    return replace(Cluster(DEVICES["h100"], ranks, per_host, LINKS["nvlink4"], LINKS["ib-ndr"]), **changes)
+def cluster(ranks: int, per_host: int = 8, **links):
+    found = Cluster.of(DEVICES["h100"], ranks, per_host, LINKS["ib-ndr"])
+    return replace(found, model=replace(found.model, **links))
 
 
 # ---- terms
+
+
+def test_the_tree_is_what_the_communicators_model_says_of_its_plan():
+    """The same function by which a plan is chosen, whatever the links: latencies, gaps, handshakes, lanes."""
+    odd = Link(20.0, 5.0, "", gap_us=2.0, steps=((1000, 30.0),), lanes=2)
+    for ranks in (1, 8, 64):
+        ours, payload = cluster(ranks, inside=odd), LLAMA.state_bytes
+        plan = plan_allreduce(ours.hosts, choose_radices(ours.hosts, payload))
+        terms, stated = forecast("tree", LLAMA, ours), cost(plan, payload, ours.model)
+        launch = ours.model.round_us * 32 / 1e3  # the kernel's own
+        assert terms.wire + terms.merge + terms.launch - launch == pytest.approx(32 * stated.total_us / 1e3)
 
 
 def test_the_tree_pays_a_latency_per_round_of_its_plan():
@@ -51,9 +69,10 @@ def test_a_ring_whose_hops_the_kernel_hides_has_no_wire():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_terms_add_up_and_one_rank_sends_nothing(name):
     terms = forecast(name, LLAMA, cluster(8))
-    assert terms.total == pytest.approx(terms.weights + terms.kernel + terms.wire + terms.launch)
+    assert terms.total == pytest.approx(terms.weights + terms.kernel + terms.wire + terms.merge + terms.launch)
+    assert min(terms.weights, terms.kernel, terms.wire, terms.launch) > 0
     alone = forecast(name, LLAMA, cluster(1))
-    assert alone.wire == 0
+    assert alone.wire == alone.merge == 0
     assert alone.kernel == pytest.approx(LLAMA.kv_bytes / (3350e6 * EFFICIENCY))
 
 
@@ -61,6 +80,34 @@ def test_terms_add_up_and_one_rank_sends_nothing(name):
 def test_a_longer_context_never_takes_less_time(name):
     times = [forecast(name, replace(LLAMA, tokens=tokens), cluster(64)).total for tokens in (1000, 10**5, 10**6, 10**7)]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize("hosts", [1, 4])
+@pytest.mark.parametrize("name", ["ring", "ring_query", "megatron_sp", "gather", "ulysses"])
+def test_bytes_and_messages_are_those_of_the_stated_formula(name, hosts):
+    ranks, heads, tokens, width = 4, 8, 64, 16
+    q, k = np.zeros((1, heads, 1, width), np.float32), np.zeros((1, heads, tokens // ranks, width), np.float32)
+
+    def rank(transport):
+        with treeattn.TreeComm(transport) as comm:
+            algorithm = treeattn.baselines.BASELINES[name]
+            return algorithm.cost(algorithm.prepare(q, k, k, Options(), comm=comm).problem).ranks[comm.rank]
+
+    stated = run_ranks(ranks, rank)[0]
+    demand = Demand(Model(1, heads, heads, width, 0.0), tokens, kv_itemsize=4)
+    for counted, link in (
+        (stated.bytes, Link(0.0, 1e-6, "")),  # a byte in a millisecond
+        (stated.messages, Link(0.0, 1e30, "", gap_us=1e3)),
+    ):
+        model = CostModel(link, link, merge_gb_per_s=1e30)
+        assert forecast(name, demand, Cluster(ranks, ranks // hosts, 1e30, model)).wire == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("name", ["megatron_sp", "gather"])
+def test_ranks_of_a_host_share_its_lanes(name):
+    many, few = (Link(0.0, 1.0, "", lanes=lanes) for lanes in (8, 2))
+    wide, narrow = (forecast(name, LLAMA, cluster(8, inside=link)).wire for link in (many, few))
+    assert narrow == pytest.approx(4 * wide)
 
 
 def test_ulysses_is_refused_where_heads_are_fewer_than_ranks():
@@ -90,14 +137,33 @@ def test_a_cache_is_two_arrays_of_kv_heads_per_layer():
 # ---- published times
 
 
-@pytest.mark.parametrize("row", PAPER, ids=lambda row: f"{row.device}-{row.tokens}")
-def test_the_papers_ratios_come_out_within_half_again(row):
-    assert 2.3 <= round(row.ratio, 1) <= 5.4
-    factor = paper_ratio(row) / row.ratio
-    if (row.device, row.tokens) == ("h100", 256_000):  # the miss, and why: see paper_ratio
-        assert 0.4 < factor < 1 / 1.5
-    else:
-        assert 1 / 1.5 < factor < 1.5
+def test_the_papers_ratios_come_out_where_constants_were_chosen_with_them_in_view():
+    """A fit, and no test of prediction. The miss: from 128k to 256k tokens on 8 H100 the published time of the tree
+    hardly grows, while the work on a prompt grows by its square; 2.89 s would take over 90 % of the stated rate."""
+    factors = {(row.device, row.tokens): error(row, CHOSEN[row.device]) for row in PAPER}
+    assert 0.4 < factors.pop(("h100", 256_000)) < 1 / 1.5
+    assert all(1 / 1.5 < factor < 1.5 for factor in factors.values())
+
+
+def test_forecast_ratios_lie_where_the_published_ones_do_but_for_four():
+    assert all(2.3 <= round(row.ratio, 1) <= 5.4 for row in PAPER)
+    ours = {(row.device, row.tokens): row.ratio * error(row, CHOSEN[row.device]) for row in PAPER}
+    outside = {row: round(ratio, 1) for row, ratio in ours.items() if not 2.3 <= round(ratio, 1) <= 5.4}
+    assert outside.keys() == {("h100", 32_000), ("h100", 128_000), ("h100", 256_000), ("mi300x", 256_000)}
+
+
+@pytest.mark.parametrize("machine", CHOSEN)
+def test_rows_of_other_machines_are_predicted_from_those_of_one(machine):
+    """Constants are fitted to one machine's four rows, without a look at the others' eight."""
+    assumed = fitted([row for row in PAPER if row.device == machine])
+    unseen = [row for row in PAPER if row.device != machine]
+    staged = [max(factor, 1 / factor) for row in unseen if row.device == "rtx4090" for factor in [error(row, assumed)]]
+    others = [max(factor, 1 / factor) for row in unseen if row.device != "rtx4090" for factor in [error(row, assumed)]]
+    assert max(others) < 2.6
+    assert max(staged, default=1.0) < 3.2  # two cards reach a third of what PCIe would let pass
+    if machine == "rtx4090":
+        ring = [paper_seconds(row, assumed)[1] / row.ring for row in unseen]
+        assert all(0.8 < factor < 1.7 for factor in ring)
 
 
 def test_the_papers_eightfold_at_128_gpus_is_that_of_a_ring_of_states():
@@ -139,7 +205,7 @@ def test_plan_tells_capacity_tree_times_and_the_claim(plan):
     assert "allreduce over 64 ranks on 8 hosts" in out
     assert "a guide's claim" in out
     assert all(f" {ranks} " in out for ranks in (8, 64, 1024))
-    assert all(name in out for name in ALGORITHMS)
+    assert all(name in out for name in SHOWN)
 
 
 def test_plan_writes_json(plan):
@@ -189,5 +255,5 @@ def test_planning_loads_neither_kernels_nor_mpi():
 
 def test_names_are_looked_up_whatever_their_case():
     assert look_up("gpu", "H100", DEVICES) is DEVICES["h100"]
-    with pytest.raises(errors.InputError, match=r"^gpu: expected one of cpu, h100"):
+    with pytest.raises(errors.InputError, match=r"^gpu: expected one of a100, b200, cpu, h100"):
         look_up("gpu", "zzz", DEVICES)

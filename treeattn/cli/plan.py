@@ -11,7 +11,7 @@ from treeattn.catalog import DEVICES, LINKS, MODELS, Device, Link, Model, look_u
 from treeattn.cli.options import json_option
 from treeattn.cli.output import console, counts, escape, print_rows, size, write_json
 from treeattn.errors import InputError
-from treeattn.forecast import ALGORITHMS, LAUNCH_US, Cluster, Demand, Terms, forecast, smallest_fit
+from treeattn.forecast import LAUNCH_US, Cluster, Demand, Terms, forecast, smallest_fit
 from treeattn.planner import choose_radices, plan_allreduce
 from treeattn.published import GUIDE_MS, GUIDE_RANKS, GUIDE_TOKENS
 
@@ -24,6 +24,10 @@ STORED = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8":
 """Types that a cache may be stored in, and their bytes."""
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+SHOWN = ("tree", "ring", "ring_query", "dist_flash", "ulysses", "megatron_sp")
+
+TERMS = ("total", "weights", "kernel", "wire", "merge", "launch")
 
 EXAMPLES = """\b
 Examples:
@@ -51,7 +55,7 @@ class Order:
 
     def cluster(self, ranks: int) -> Cluster:
         """Give that many ranks of this hardware."""
-        return Cluster(self.device, ranks, self.per_node, LINKS[self.device.inside], self.link)
+        return Cluster.of(self.device, ranks, self.per_node, self.link)
 
     def cost(self, ranks: int, terms: Terms) -> float | None:
         """Price of a million tokens."""
@@ -163,7 +167,7 @@ def _times(order: Order) -> dict[str, Any]:
     rows = []
     for ranks in sorted({*RANKS, order.ranks}):
         fits = order.demand.rank_bytes(ranks, order.per_node) <= order.device.memory_gb * 1e9 * 0.9
-        for name in ALGORITHMS:
+        for name in SHOWN:
             terms = forecast(name, order.demand, order.cluster(ranks))
             cost = order.cost(ranks, terms)
             rows.append(
@@ -207,10 +211,10 @@ def _print_times(to: Console, rows: list[dict[str, Any]], order: Order) -> None:
     table.add_column("ranks", justify="right", no_wrap=True)
     table.add_column("algorithm", no_wrap=True)
     costs = () if order.price is None else ("cost of 1M",)
-    for column in ("total", "weights", "kernel", "wire", "launch", *costs):
+    for column in (*TERMS, *costs):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*_cells(row, bool(costs)), end_section=row["algorithm"] == list(ALGORITHMS)[-1])
+        table.add_row(*_cells(row, bool(costs)), end_section=row["algorithm"] == SHOWN[-1])
     to.print(table)
     for text in dict.fromkeys(f"{row['algorithm']}: {row['reason']}" for row in rows if row["reason"]):
         to.print(text)
@@ -222,7 +226,7 @@ def _cells(row: dict[str, Any], priced: bool) -> list[str]:
     ranks = f"{row['ranks']}{'' if row['fits'] else '*'}" if row["algorithm"] == "tree" else ""
     if row["reason"]:
         return [ranks, row["algorithm"], "-"]
-    times = [_number(row[name]) for name in ("total", "weights", "kernel", "wire", "launch")]
+    times = [_number(row[name]) for name in TERMS]
     return [ranks, row["algorithm"], *times, *([_number(row["cost"])] if priced else [])]
 
 
