@@ -4,26 +4,26 @@ numba's own cache has three gaps that this module closes. A function's entry isn
 calls changes; two processes that fill one index at once can lose or swap entries; and a folder that can't be written
 is an error. Here each set of sources and each kind of processor has a folder of its own, an entry point has exactly
 one signature, one process compiles while the others of the host wait, and without a folder the code lives in memory.
+(`treeattn.kernels.code_folder` chooses the folder.)
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
-from llvmlite import binding
 from numba.core import config as _config
+
+from treeattn.kernels.code_folder import cache_folder
 
 config: Any = _config  # its settings appear at run time, out of a type checker's sight
 
-__all__ = ["cache_folder", "entry", "inline", "loops", "part"]
+__all__ = ["Compilation", "account", "compilations", "entry", "inline", "loops", "part"]
 
 inline = numba.njit(error_model="numpy", nogil=True, fastmath=False)
 """For functions that kernels call: no contraction, so one sequence of operations gives the same bits everywhere.
@@ -40,6 +40,14 @@ in different places sum in different orders, so that code just compiled and code
 """
 
 
+class Compilation(NamedTuple):
+    """A function that was compiled, or loaded from the disk, and the seconds that it took, waiting for others too."""
+
+    name: str
+    seconds: float
+    loaded: bool
+
+
 def entry(signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
     """Make a function an entry point from Python: calling the result compiles it, or loads it, once and gives it.
 
@@ -52,9 +60,11 @@ def entry(signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
     def decorate(function: Callable[..., Any]) -> Callable[[], Any]:
         @cache
         def compiled() -> Any:
+            start = time.perf_counter()
             with _compiling() as options:
                 dispatcher = numba.njit(**options, nogil=True)(function)
                 dispatcher.compile(signature)
+            _note(function, start, sum(dispatcher.stats.cache_hits.values()))
             return dispatcher
 
         return compiled
@@ -71,41 +81,44 @@ def part(signature: str) -> Callable[[Callable[..., Any]], Callable[[], int]]:
     def decorate(function: Callable[..., Any]) -> Callable[[], int]:
         @cache
         def compiled() -> Any:
+            start = time.perf_counter()
             with _compiling() as options:
-                return numba.cfunc(signature, **options)(function)
+                made = numba.cfunc(signature, **options)(function)
+            _note(function, start, made.cache_hits)
+            return made
 
         return lambda: int(compiled().address)
 
     return decorate
 
 
-@cache
-def cache_folder() -> Path | None:
-    """Folder of compiled code for these sources on this processor, or None where no place can be written."""
-    for root in _roots():
-        folder = root / f"treeattn-{_fingerprint()}"
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-    return None
+def compilations() -> tuple[Compilation, ...]:
+    """Give what this process has made ready so far, in order."""
+    return tuple(_done)
 
 
-def _roots() -> Iterator[Path]:
-    if config.CACHE_DIR:
-        yield Path(config.CACHE_DIR)
-    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeattn"
-    yield Path(tempfile.gettempdir()) / f"treeattn-{os.getuid()}"
+def account(done: Sequence[Compilation]) -> str:
+    """Say in words how many functions were compiled and loaded, and what each kind took.
+
+    Examples
+    --------
+    >>> account([Compilation("see", 1.5, False), Compilation("weigh", 0.5, True), Compilation("scores", 0.25, True)])
+    '1 function compiled in 1.50 s, 2 loaded in 0.75 s'
+    """
+    parts: list[str] = []
+    for what, loaded in (("compiled", False), ("loaded", True)):
+        seconds = [each.seconds for each in done if each.loaded is loaded]
+        noun = "" if parts else " functions" if len(seconds) > 1 else " function"
+        if seconds:
+            parts.append(f"{len(seconds)}{noun} {what} in {sum(seconds):.2f} s")
+    return ", ".join(parts) or "no function was compiled or loaded"
 
 
-def _fingerprint() -> str:
-    """Digest of all that decides the machine code: the sources, numba, and the processor."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    features = binding.get_host_cpu_features().flatten()
-    digest.update(f"{numba.__version__} {binding.get_host_cpu_name()} {features}".encode())
-    return digest.hexdigest()[:16]
+_done: list[Compilation] = []
+
+
+def _note(function: Callable[..., Any], start: float, hits: Any) -> None:
+    _done.append(Compilation(function.__name__, time.perf_counter() - start, bool(hits)))
 
 
 @contextlib.contextmanager

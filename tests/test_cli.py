@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -85,6 +86,14 @@ def test_decode_writes_what_it_shows_as_json(treeattn, tmp_path):
     assert results["counted"] == results["predicted"]
     assert results["verdict"] is None
     assert 0 < results["p10_ms"] <= results["median_ms"] <= results["p90_ms"]
+
+
+def test_decode_says_what_the_first_step_took_when_asked(treeattn, tmp_path):
+    assert "first step" not in treeattn("decode", *SMALL).out
+    ended = treeattn("decode", *SMALL, "--verbose", "--json", tmp_path / "results.json")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert f"│ first step     │ {results['first_ms']:.0f} ms: {results['first_code']}" in ended.out
+    assert re.search(r"function.* (compiled|loaded)", results["first_code"])
 
 
 def test_decode_claims_no_rate_for_keys_that_a_window_leaves_out(treeattn, tmp_path):
@@ -185,7 +194,15 @@ def test_doctor_finds_this_machine_healthy(treeattn):
     assert ended.status == 0
     checks = {check["name"]: check for check in ended.json["checks"]}
     assert ended.json["healthy"]
-    assert checks.keys() >= {"versions", "launcher", "MPI library", "backends", "compiler", "hosts", "bits of a result"}
+    assert checks.keys() >= {
+        "versions",
+        "launcher",
+        "MPI library",
+        "backends",
+        "first call",
+        "hosts",
+        "bits of a result",
+    }
     assert f"numpy {np.__version__}" in checks["versions"]["finding"]
     assert socket.gethostname() in checks["hosts"]["finding"]
 

@@ -66,8 +66,8 @@ def examine() -> list[Check]:
         "MPI packages": _mpi_packages,
         "cores": _cores,
         "shared memory": _shared_memory,
+        "first call": _first_call,
         "backends": _backends,
-        "compiler": _compiler,
     }
     return [_answer(name, question) for name, question in questions.items()]
 
@@ -185,24 +185,21 @@ def _backends(name: str) -> Check:
     return Check(name, ", ".join(parts), "failed" if found[DEFAULT] else "ok")
 
 
-def _compiler(name: str) -> Check:
-    import numba
-
-    from treeattn.kernels.compilation import cache_folder
-
+def _first_call(name: str) -> Check:
+    """Decode once, and say how much of the time went into compiled code, of which later calls have no need."""
     start = time.perf_counter()
-    total = numba.njit(error_model="numpy")(_sum)(np.arange(4.0))
-    took = time.perf_counter() - start
-    folder = cache_folder()
-    finding = f"numba compiles in {took:.1f} s, and keeps code in {folder or 'memory only'}"
-    return Check(name, finding, "ok" if total == 6 else "failed")
+    from treeattn.kernels.code_folder import cache_folder  # here, for importing numba is part of the cost
+    from treeattn.kernels.compilation import account, compilations
 
-
-def _sum(values: np.ndarray) -> float:
-    total = 0.0
-    for value in values:
-        total += value
-    return total
+    before = len(compilations())
+    ones = np.ones((1, 1, 1, 64), np.float32)
+    correct = bool((treeattn.attention(ones, ones, ones) == ones).all())
+    took, folder = time.perf_counter() - start, cache_folder()
+    finding = f"{took:.2f} s: {account(compilations()[before:])}; code is kept in {folder or 'memory only'}"
+    if not correct:
+        return Check(name, f"{finding}; its result is wrong", "failed", "please report this with all of the above")
+    remedy = "every process compiles anew: set XDG_CACHE_HOME or NUMBA_CACHE_DIR to a folder that can be written"
+    return Check(name, finding) if folder else Check(name, finding, "warning", remedy)
 
 
 def _hosts(comm: TreeComm) -> Check:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import treeattn
 from treeattn.baselines import BASELINES, Baseline, Ulysses
@@ -23,12 +24,32 @@ ALGORITHMS: dict[str, Baseline | None] = {"tree": None, **BASELINES, WITH_REPLIC
 """Every algorithm by name; the tree is `treeattn.decode`."""
 
 
+class FirstStep(NamedTuple):
+    """Seconds of a first step, imports and preparation among them, and what was compiled or loaded in them."""
+
+    seconds: float
+    code: str
+
+
 @dataclass(frozen=True)
 class Contender:
-    """One algorithm's step over one rank's shard, what it is stated to send, and the tree that it follows, if any."""
+    """One algorithm's step over one rank's shard, and what is known of it.
+
+    Parameters
+    ----------
+    step : callable
+        Takes a step; the first has been taken.
+    stated : callable
+        Gives what a step is stated to send.
+    first : FirstStep
+        What the first step took.
+    plan : str
+        The tree that it follows, if any.
+    """
 
     step: Callable[[], Any]
     stated: Callable[[], Stats]
+    first: FirstStep
     plan: str = ""
 
 
@@ -47,13 +68,22 @@ def contender(
     baseline = ALGORITHMS[name]
     if baseline is None:
         step = partial(treeattn.decode, q, k, v, comm=comm, root=root, backend=backend, **options)
-        step()  # agrees: later steps send the plan's messages and nothing else
+        first = _first_step(step)  # agrees: later steps send the plan's messages and nothing else
         plan, rank = comm.plan_for(work.state_bytes, root), comm.rank
-        return Contender(step, lambda: plan.predict(work.state_bytes).per_rank[rank], str(plan))
+        return Contender(step, lambda: plan.predict(work.state_bytes).per_rank[rank], first, str(plan))
     prepared = baseline.prepare(q, k, v, Options(**options), comm=comm, root=root, backend=backend)
 
     def run() -> Any:
         prepared.run()
         return prepared.deliver()
 
-    return Contender(run, lambda: baseline.cost(prepared.problem).stats(comm.rank))
+    return Contender(run, lambda: baseline.cost(prepared.problem).stats(comm.rank), _first_step(run))
+
+
+def _first_step(step: Callable[[], Any]) -> FirstStep:
+    start = time.perf_counter()
+    from treeattn.kernels.compilation import account, compilations  # here, for importing numba is part of the cost
+
+    before = len(compilations())
+    step()
+    return FirstStep(time.perf_counter() - start, account(compilations()[before:]))

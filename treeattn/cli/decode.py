@@ -65,6 +65,7 @@ def _check(*, plan: str, **options: Any) -> None:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up cache.")
 @click.option("--repeats", type=click.IntRange(1), default=10, show_default=True, help="Timed steps.")
 @click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Steps before those.")
+@click.option("--verbose", is_flag=True, help="Show what the first step took, and what was compiled for it.")
 @click.option("--verify", is_flag=True, help="Compare with a float64 oracle, on rank 0.")
 @json_option
 @on_ranks(check=_check)
@@ -78,6 +79,7 @@ def decode(
     root: int | None,
     repeats: int,
     warmup: int,
+    verbose: bool,
     verify: bool,
     json_file: str | None,
     **options: Any,
@@ -96,7 +98,7 @@ def decode(
         results = {"algorithm": algorithm, **_results(comm, work, found)}
     if comm.rank == 0:
         results["verdict"] = asdict(work.verdict(found.out)) if verify else None
-        print_rows(console(json_file), "treeattn decode", _rows(results))
+        print_rows(console(json_file), "treeattn decode", _rows(results, verbose))
         write_json(json_file, results)
         _complain(results)
     return 0
@@ -112,6 +114,8 @@ def _results(comm: TreeComm, work: Workload, found: Measurement) -> dict[str, An
         "hosts": comm.hosts,
         "plan": found.plan,
         "median_ms": 1e3 * median,
+        "first_ms": 1e3 * found.first.seconds,
+        "first_code": found.first.code,
         "p10_ms": 1e3 * deciles[0],
         "p90_ms": 1e3 * deciles[-1],
         "kv_bytes": work.kv_bytes,
@@ -123,7 +127,8 @@ def _results(comm: TreeComm, work: Workload, found: Measurement) -> dict[str, An
     }
 
 
-def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+def _rows(results: dict[str, Any], verbose: bool) -> list[tuple[str, str]]:
+    first = [("first step", f"{results['first_ms']:.0f} ms: {results['first_code']}")] if verbose else []
     work, counted = results["workload"], results["counted"]
     heads = f"{work['q_heads']} query and {work['kv_heads']} KV heads of width {work['head_dim']}"
     verdict = results["verdict"]
@@ -141,6 +146,7 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
             "time per step",
             f"{results['median_ms']:.3f} ms (10 % to 90 %: {results['p10_ms']:.3f} to {results['p90_ms']:.3f})",
         ),
+        *first,
         ("cache read", read),
         ("rounds", f"{counted['rounds']}, {counted['rounds_between']} between hosts"),
         ("messages", f"{counts(counted['messages'])}, {counts(counted['messages_between'])} between hosts"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy.typing as npt
 
-from treeattn.cli.contender import contender
+from treeattn.cli.contender import FirstStep, contender
 from treeattn.plan import Stats
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Measurement:
         Whether every rank has the same result.
     plan : str
         The tree; "" for baselines.
+    first : FirstStep
+        What the first step took, rank 0's.
     """
 
     out: Array
@@ -46,6 +48,7 @@ class Measurement:
     predicted: Stats
     same_bits: bool
     plan: str
+    first: FirstStep
 
 
 def measure(
@@ -60,14 +63,15 @@ def measure(
 ) -> Measurement:
     """Make this rank's shard and decode over it; collective."""
     found = contender(comm, work, algorithm, root=root, backend=backend)
-    out = found.step()  # the kernels are compiled by now
+    out = found.step()
     out = out if root is None else comm.bcast(out, root)
     for _ in range(warmup):
         found.step()
     seconds = [_timed(found.step) for _ in range(repeats)]
     counted = _counted(comm, found.step)
     predicted = _total(comm, found.stated())
-    return Measurement(out, seconds, counted, predicted, _same_bits(comm, out), found.plan)
+    same_bits = _same_bits(comm, out)
+    return Measurement(out, seconds, counted, predicted, same_bits, found.plan, found.first)
 
 
 def _timed(step: Callable[[], Any]) -> float:

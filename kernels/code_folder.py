@@ -1,0 +1,100 @@
+"""Where compiled code is kept: a folder for each set of sources and each kind of processor.
+
+The first of three places that can be written is taken. A place that can only be read, as in a container's image, still
+serves: what is in it is copied to the place that is taken. Folders of other versions go when nobody has used them for a
+while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+from llvmlite import binding
+from numba.core import config as _config
+
+config: Any = _config  # its settings appear at run time, out of a type checker's sight
+
+__all__ = ["cache_folder", "clear_cache"]
+
+UNUSED_DAYS = 14
+"""Days after which the folder of another version is removed."""
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Folder of compiled code for these sources on this processor, or None where no place can be written."""
+    name, readable = f"treeattn-{_fingerprint()}", None
+    for root in _roots():
+        folder = root / name
+        with contextlib.suppress(OSError):
+            new = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                if new:
+                    _remove_unused(root, keep=name)
+                if readable is not None:
+                    _copy(readable, folder)
+                os.utime(folder)  # in use
+                return folder
+        readable = readable or (folder if folder.is_dir() else None)
+    return None
+
+
+def clear_cache() -> list[Path]:
+    """Remove the compiled code of every version from every place, and give the folders that are gone."""
+    return [folder for root in _roots() for folder in _folders(root) if _remove(folder)]
+
+
+def _roots() -> Iterator[Path]:
+    if config.CACHE_DIR:
+        yield Path(config.CACHE_DIR)
+    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeattn"
+    yield Path(tempfile.gettempdir()) / f"treeattn-{os.getuid()}"
+
+
+def _folders(root: Path) -> list[Path]:
+    return [folder for folder in root.glob("treeattn-*") if folder.is_dir()]
+
+
+def _remove_unused(root: Path, keep: str) -> None:
+    """Remove other versions' folders; a process that still runs one has its code in memory."""
+    oldest = time.time() - UNUSED_DAYS * 24 * 3600
+    for folder in _folders(root):
+        with contextlib.suppress(OSError):  # another process was faster
+            if folder.name != keep and folder.stat().st_mtime < oldest:
+                _remove(folder)
+
+
+def _remove(folder: Path) -> bool:
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """Copy code that another place has. Every file appears whole, so that ranks may copy at the same time."""
+    for file in (path for path in source.rglob("*.nb[ic]") if not (folder / path.relative_to(source)).exists()):
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as copied:
+            copied.write(file.read_bytes())
+        os.replace(copied.name, target)
+
+
+def _fingerprint() -> str:
+    """Digest of all that decides the machine code: the sources, numba, and the processor."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    features = binding.get_host_cpu_features().flatten()
+    digest.update(f"{numba.__version__} {binding.get_host_cpu_name()} {features}".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,159 @@
+"""Where compiled code is kept, by processes that start together and in places that can't be written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import treeattn
+from treeattn.kernels import code_folder
+from treeattn.kernels.code_folder import cache_folder, clear_cache
+from treeattn.kernels.compilation import Compilation, account
+
+RANKS = 8
+
+PROGRAM = """
+import json, os, tempfile, sys, zlib, numpy as np, treeattn
+from treeattn.kernels.code_folder import cache_folder
+from treeattn.kernels.compilation import compilations
+tempfile.tempdir = os.environ["TMPDIR"]  # even if it can't be written
+q, k, v = (np.random.default_rng(0).standard_normal((1, 2, n, 8), dtype=np.float32) for n in (1, 200, 200))
+if sys.argv[1] == "decode":
+    bits = zlib.crc32(treeattn.attention(q, k, v, causal=True))
+else:
+    states = [treeattn.PartialState.from_lse(q, lse * q[..., 0], base="e") for lse in (1, 2)]
+    bits = zlib.crc32(treeattn.merge(states).packed)
+print(json.dumps({"bits": bits, "folder": str(cache_folder()), "done": compilations()}))
+"""
+
+WITHOUT_ROOTS_RIGHTS = ["setpriv", "--bounding-set=-dac_override,-dac_read_search,-fowner"]
+
+
+def start(*places, work="decode", before=()):
+    """Start a process that decodes or merges once, with its three places for code in ``places``."""
+    names = ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "TMPDIR")
+    environment = {**os.environ, "PYTHONPATH": str(Path(treeattn.__file__).parent.parent), "TREEATTN_THREADS": "1"}
+    environment |= {name: str(place) for name, place in zip(names, places, strict=True)}
+    command = [*before, sys.executable, "-W", "error", "-c", PROGRAM, work]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
+
+
+def ended(process):
+    out = process.communicate(timeout=200)[0]
+    assert process.returncode == 0
+    found = json.loads(out)
+    return found | {"done": [Compilation(*each) for each in found["done"]]}
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """Ranks that have started together on an empty cache: what each says, and the place."""
+    place = tmp_path_factory.mktemp("empty")
+    ranks = [start(place, place, place) for _ in range(RANKS)]
+    return [ended(rank) for rank in ranks], place
+
+
+def test_ranks_that_start_on_an_empty_cache_compile_each_function_once(warm):
+    ranks, place = warm
+    assert {Path(rank["folder"]).parent for rank in ranks} == {place}
+    assert len({rank["bits"] for rank in ranks}) == 1
+    names = [sorted(each.name for each in rank["done"]) for rank in ranks]
+    assert names == [names[0]] * RANKS
+    assert sorted(each.name for rank in ranks for each in rank["done"] if not each.loaded) == names[0]
+
+
+@pytest.fixture
+def read_only(warm, tmp_path):
+    """Copy of the warm cache that can't be written, and the words before a command that hold for root too."""
+    before = []
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("root can write everything, and there is no setpriv to drop its rights")
+        before = WITHOUT_ROOTS_RIGHTS
+    place = tmp_path / "read-only"
+    shutil.copytree(warm[1], place)
+    (tmp_path / "file").touch()
+    set_mode(place, 0o555)
+    yield place, before
+    set_mode(place, 0o755)
+
+
+def set_mode(place, mode):
+    for folder in (place, *(path for path in place.rglob("*") if path.is_dir())):
+        folder.chmod(mode)
+
+
+def test_ranks_that_start_on_a_read_only_cache_load_what_it_has(warm, read_only, tmp_path):
+    place, before = read_only
+    ranks = [ended(rank) for rank in [start(place, place, tmp_path, before=before) for _ in range(RANKS)]]
+    assert {rank["bits"] for rank in ranks} == {warm[0][0]["bits"]}
+    assert {Path(rank["folder"]).parent.parent for rank in ranks} == {tmp_path}
+    assert all(each.loaded for rank in ranks for each in rank["done"])
+
+
+def test_no_place_for_the_cache_is_no_error(tmp_path):
+    """Code then lives in memory. Even root can't make a folder below a file."""
+    (tmp_path / "file").touch()
+    somewhere, nowhere = (ended(start(*[place] * 3, work="merge")) for place in (tmp_path, tmp_path / "file" / "below"))
+    assert (somewhere["folder"] == "None", nowhere["folder"]) == (False, "None")
+    assert somewhere["bits"] == nowhere["bits"]
+    assert [each.loaded for each in nowhere["done"]] == [False] * len(somewhere["done"])
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Empty places for this process's own code, which it then looks for anew."""
+    monkeypatch.setattr(code_folder, "_roots", lambda: iter([tmp_path / "first", tmp_path / "second"]))
+    cache_folder.cache_clear()
+    yield tmp_path
+    cache_folder.cache_clear()
+
+
+def aged(folder, days):
+    (folder / "code").mkdir(parents=True)
+    (folder / "code" / "some.nbi").write_text("code")
+    os.utime(folder, (time.time() - days * 24 * 3600,) * 2)
+    return folder
+
+
+def test_code_of_other_versions_goes_when_it_is_long_unused(places):
+    old, recent = aged(places / "first" / "treeattn-1", 15), aged(places / "first" / "treeattn-2", 13)
+    foreign, elsewhere = aged(places / "first" / "another", 99), aged(places / "second" / "treeattn-1", 99)
+    assert cache_folder().parent == places / "first"
+    assert [folder.exists() for folder in (old, recent, foreign, elsewhere)] == [False, True, True, True]
+
+
+def test_using_a_folder_keeps_it(places):
+    folder = cache_folder()
+    os.utime(folder, (0, 0))
+    cache_folder.cache_clear()
+    assert cache_folder() == folder
+    assert time.time() - folder.stat().st_mtime < 60
+
+
+def test_clearing_removes_every_version_from_every_place_and_nothing_else(places):
+    foreign = aged(places / "second" / "another", 99)
+    mine = [aged(places / place / f"treeattn-{i}", 0) for place in ("first", "second") for i in range(2)]
+    assert sorted(clear_cache()) == sorted(mine)
+    assert not any(folder.exists() for folder in mine)
+    assert foreign.exists()
+
+
+@pytest.mark.parametrize(
+    ("done", "words"),
+    [
+        ([], "no function was compiled or loaded"),
+        ([("a", 2.0, False)], "1 function compiled in 2.00 s"),
+        ([("a", 2.0, False), ("b", 1.5, False)], "2 functions compiled in 3.50 s"),
+        ([("a", 0.25, True), ("b", 1.5, False), ("c", 0.5, True)], "1 function compiled in 1.50 s, 2 loaded in 0.75 s"),
+    ],
+)
+def test_the_account_counts_what_was_compiled_and_loaded(done, words):
+    assert account([Compilation(*each) for each in done]) == words
