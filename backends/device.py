@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,13 +13,14 @@ import numpy.typing as npt
 from treeattn.backends.base import Backend, Capabilities, Prepared
 from treeattn.backends.host import StagedOps
 from treeattn.backends.runtime import Kernel, Runtime
-from treeattn.devices import broadcast, on_device
+from treeattn.devices import DeviceBytes, broadcast, on_device
 from treeattn.errors import BackendError
 from treeattn.inputs import Args, Spec
 from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.call import address, is_wide, pack_call, pack_finish, pack_merge
 from treeattn.kernels.gpu.splits import split_count
 from treeattn.kernels.gpu.table import Specialisation, choose
+from treeattn.wire_form import WireForm
 
 __all__ = ["DeviceBackend", "DeviceOps"]
 
@@ -74,8 +76,6 @@ class DeviceOps(StagedOps):
 
     def merge(self, out: Any, sources: list[Any]) -> None:
         """Merge in one launch, with the bits that the CPU would give."""
-        if len(sources) > source.MAX_SOURCES:
-            raise BackendError(f"backend {self._name!r} merges at most {source.MAX_SOURCES} states at a time")
         if rows := _rows(out):
             call = pack_merge([address(each) for each in sources], address(out), width=out.shape[-1])
             self._kernel("merge").launch(rows, call)
@@ -105,8 +105,39 @@ class DeviceOps(StagedOps):
         """Wait for the current stream, by event."""
         self._runtime.wait()
 
+    def mark(self) -> Callable[[], bool]:
+        """Give a function that tells whether what was started on the current stream so far is done."""
+        return self._runtime.mark()
+
+    def memory(self, size: int) -> DeviceBytes:
+        """Allocate bytes on the card, for wire rows that MPI sends from there."""
+        return DeviceBytes(self._runtime.empty((size,), "uint8"), 0, size)
+
+    def prepare_pack(self, wire: Any, form: WireForm) -> Callable[[Any], None]:
+        """Give a function that writes wire rows: on the card where ``wire`` is there, in one launch, else staged."""
+        if not isinstance(wire, DeviceBytes):
+            return super().prepare_pack(wire, form)
+        return lambda packed: self._on_rows("pack", wire, [packed], form)
+
+    def prepare_unpack(self, wire: Any, form: WireForm) -> Callable[[Any], None]:
+        """Give a function that makes a state of wire rows, likewise."""
+        if not isinstance(wire, DeviceBytes):
+            return super().prepare_unpack(wire, form)
+        return lambda packed: self._on_rows("unpack", packed, [wire], form)
+
+    def prepare_merge_rows(
+        self, out: DeviceBytes, sources: Sequence[DeviceBytes], form: WireForm
+    ) -> Callable[[], None]:
+        """Give a function that merges wire rows on the card, in one launch."""
+        return lambda: self._on_rows("merge_rows", out, sources, form)
+
+    def _on_rows(self, name: str, out: Any, sources: Sequence[Any], form: WireForm) -> None:
+        if form.rows:
+            call = pack_merge([address(each) for each in sources], address(out), width=form.width)
+            self._kernel(name).launch(form.rows, call)
+
     def _kernel(self, name: str) -> Kernel:
-        text, defines = source.text("merge.cu"), source.merge_defines()
+        text, defines = source.text("states.cu"), source.state_defines()
         return self._backend.compiled(text, f"treeattn_{name}", defines, contract=False)
 
 

@@ -5,6 +5,7 @@ The tests bring another: memory that faults when the CPU touches it, and kernels
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,6 +53,9 @@ class Runtime(Protocol):
 
     def wait(self) -> None:
         """Return when what was started on the current stream is done; asks an event, and waits for no other stream."""
+
+    def mark(self) -> Callable[[], bool]:
+        """Record an event on the current stream; give a function that tells whether it has come to pass."""
 
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> Kernel:
         """Compile a kernel; without ``contract``, no multiplication and addition may be fused."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from treeattn.errors import InputError, MissingDependencyError
 
-__all__ = ["DeviceView", "Home", "broadcast", "give", "home_of", "on_device", "take", "view_as"]
+__all__ = ["DeviceBytes", "DeviceView", "Home", "broadcast", "give", "home_of", "on_device", "take", "view_as"]
 
 Home: TypeAlias = Literal["numpy", "cupy", "torch", "jax", "numba", "device"]
 """Whose array the caller passed, and wants back. "device" is any other with CuPy's attributes."""
@@ -64,6 +64,35 @@ class DeviceView:
         order[first], order[second] = order[second], order[first]
         shape, strides = ([sizes[axis] for axis in order] for sizes in (self.shape, self.strides))
         return DeviceView(self._array, dtype=self.dtype, shape=shape, strides=strides)
+
+
+class DeviceBytes:
+    """A run of bytes in a device array, cut like a NumPy array and sent like one by an MPI that takes GPU memory.
+
+    Parameters
+    ----------
+    array : device array
+        It keeps the memory; its ``data`` counts in bytes.
+    start, size : int
+    """
+
+    __slots__ = ("_array", "_start", "data", "size")
+
+    def __init__(self, array: Any, start: int, size: int) -> None:
+        self._array, self._start, self.data, self.size = array, start, array.data + start, size
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.size
+
+    def __getitem__(self, at: slice) -> DeviceBytes:
+        start, end, _ = at.indices(self.size)
+        return DeviceBytes(self._array, self._start + start, end - start)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.data.ptr, False), "version": 3}
 
 
 def view_as(array: Any, dtype: np.dtype[Any]) -> Any:

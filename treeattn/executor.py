@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 
 from treeattn.agreement import Header
+from treeattn.direct import DeviceRecords, DirectOps, DirectRound
 from treeattn.plan import Plan, Usage
 from treeattn.rounds import MessageRound, Records, Tally, WindowRound, places_of
 from treeattn.state import PartialState
@@ -36,6 +37,8 @@ class Exchange:
         Of the states.
     tally : Tally
         Counts what is sent.
+    direct : DirectOps, optional
+        Of the card in whose memory messages are to be; the plan has no rounds in windows then.
     """
 
     def __init__(
@@ -45,9 +48,11 @@ class Exchange:
         window: Window | None,
         form: WireForm,
         tally: Tally,
+        direct: DirectOps | None = None,
     ) -> None:
         self.plan, self.transport, self.window, self._tally = plan, transport, window, tally
-        self.records = Records(plan.records(transport.rank), form)
+        count = plan.records(transport.rank)
+        self.records = Records(count, form) if direct is None else DeviceRecords(count, form, direct)
         self._usage = Usage(self.records.buffer.nbytes)
         self.rounds = self._prepare()
         self._ahead = [request for each in self.rounds for request in each.ahead]
@@ -67,6 +72,8 @@ class Exchange:
                 assert self.window is not None, f"rank {rank} has no window"
                 ordinal = shared.index(step.number) + 1
                 rounds.append(WindowRound(step, self.records, self.transport, self.window, ordinal))
+            elif isinstance(self.records, DeviceRecords):
+                rounds.append(DirectRound(step, self.records, self.transport, self._tally))
             else:
                 rounds.append(MessageRound(step, self.records, self.transport, self._tally, busy))
         return rounds

@@ -66,11 +66,17 @@ class Records:
     def __init__(self, count: int, form: WireForm) -> None:
         self.form, self.payload_bytes = form, form.nbytes
         self.stride = HEADER_BYTES + self.payload_bytes
-        self.buffer: Bytes = np.zeros(count * self.stride, np.uint8)
+        self.buffer = self._allocate(count * self.stride)
         starts = range(0, count * self.stride, self.stride)
-        self.headers = [memoryview(self.buffer.data)[start : start + HEADER_BYTES] for start in starts]
+        self.headers = [self._header(self.buffer[start : start + HEADER_BYTES]) for start in starts]
         self.payloads = [self.buffer[start + HEADER_BYTES : start + self.stride] for start in starts]
         self._ops: StateOps | None = None
+
+    def _allocate(self, size: int) -> Bytes:
+        return np.zeros(size, np.uint8)
+
+    def _header(self, data: Bytes) -> memoryview:
+        return memoryview(data.data)
 
     def cut(self, at: int, slots: int) -> Bytes:
         """Give ``slots`` records from ``at`` on, as one message; without any, the header alone."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from treeattn.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Header, Signature, conclude
 from treeattn.channel import Channel
+from treeattn.direct import DirectOps
 from treeattn.executor import Exchange
 from treeattn.plan import Plan
 from treeattn.state import PartialState
@@ -48,7 +49,7 @@ class Session:
             self._describe(attempt)
             self._agreed = attempt.signature
         while True:
-            exchange = self._exchange_of(self._agreed)
+            exchange = self._exchange_of(self._agreed, attempt.state)
             attempt, header = self._run(exchange, attempt)
             if header.status not in (0, OTHER):
                 self._describe(attempt)
@@ -109,7 +110,7 @@ class Session:
     def _result(exchange: Exchange, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         return None if attempt.state is None else exchange.result(attempt.state, out)
 
-    def _exchange_of(self, agreed: Signature | None) -> Exchange:
+    def _exchange_of(self, agreed: Signature | None, state: PartialState | None = None) -> Exchange:
         assert agreed is not None, "there is no plan to follow before the first agreement"
         found = self._exchanges.get(agreed.wire)
         if found is None:
@@ -119,9 +120,15 @@ class Session:
             form = WireForm(shape, dtype)
             plan = self._plan_for(form.nbytes, root)
             channel = self._channel
-            found = Exchange(plan, channel.branch(), channel.window, form, channel.tally)
+            direct = None if state is None else self._direct(plan, state.ops)
+            found = Exchange(plan, channel.branch(), channel.window, form, channel.tally, direct)
             self._exchanges[agreed.wire] = found
         return found
+
+    def _direct(self, plan: Plan, ops: Any) -> DirectOps | None:
+        """Give ``ops`` if this rank's messages may be in its card's memory; the others need not know."""
+        in_windows = any(each.shared for each in plan.rounds)
+        return ops if ops.direct in self._channel.gpu_memory.families and not in_windows else None
 
     def _describe(self, attempt: Attempt) -> None:
         self._negotiate(lambda: Description.of_attempt(attempt), attempt.error)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.errors import BackendError
 from treeattn.inputs import Args, Spec
 from treeattn.kernels.gpu.source import MAX_SOURCES
 from treeattn.kernels.gpu.table import TYPES, Specialisation
@@ -116,7 +117,15 @@ def pack_call(
 
 
 def pack_merge(sources: Sequence[int], out: int, *, width: int) -> npt.NDArray[Any]:
-    """Fill one ``struct ta_merge``: addresses of at most ``MAX_SOURCES`` packed states, merged in this order."""
+    """Fill one ``struct ta_merge``: addresses of states or wire rows, merged in this order.
+
+    Raises
+    ------
+    BackendError
+        They are more than ``MAX_SOURCES``.
+    """
+    if len(sources) > MAX_SOURCES:
+        raise BackendError(f"a GPU merges at most {MAX_SOURCES} states at a time, not {len(sources)}")
     call = np.zeros(1, MERGE)
     call["sources"][0, : len(sources)] = sources
     call["out"], call["count"], call["width"] = out, len(sources), width

@@ -17,8 +17,8 @@ from treeattn.kernels.gpu.table import Specialisation
 __all__ = [
     "Resources",
     "compile_attention",
-    "compile_merge",
     "compile_ptx",
+    "compile_states",
     "compile_text",
     "disassemble",
     "reasons",
@@ -55,9 +55,9 @@ def compile_attention(chosen: Specialisation, arch: str) -> bytes:
     return compile_text(source.text(f"{chosen.kernel}.cu"), chosen.defines(), arch)
 
 
-def compile_merge(arch: str) -> bytes:
-    """Give the machine code of the merge kernels, without fused multiply-add."""
-    return compile_text(source.text("merge.cu"), source.merge_defines(), arch, "-fmad=false")
+def compile_states(arch: str) -> bytes:
+    """Give the machine code of the kernels that work on states, without fused multiply-add."""
+    return compile_text(source.text("states.cu"), source.state_defines(), arch, "-fmad=false")
 
 
 def compile_ptx(chosen: Specialisation, virtual: str) -> bytes:

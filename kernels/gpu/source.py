@@ -6,9 +6,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-from treeattn.kernels import exponential
+from treeattn.kernels import exponential, wire_rows
 
-__all__ = ["MAX_SOURCES", "MAX_SPLITS", "THREADS", "merge_defines", "text"]
+__all__ = ["MAX_SOURCES", "MAX_SPLITS", "THREADS", "state_defines", "text"]
 
 THREADS = 128
 """Threads of a block: four waves of 32 or two of 64."""
@@ -24,7 +24,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cu)"\n', re.MULTILINE)
 
 @cache
 def text(name: str) -> str:
-    """Give the text of ``name`` (``"vector.cu"``, ``"matrix.cu"`` or ``"merge.cu"``), each included file in it once."""
+    """Give the text of ``"vector.cu"``, ``"matrix.cu"`` or ``"states.cu"``, each included file in it once."""
     return _expand(name, set())
 
 
@@ -34,17 +34,23 @@ def _expand(name: str, done: set[str]) -> str:
     return _INCLUDE.sub(lambda found: "" if found[1] in done else _expand(found[1], done), written)
 
 
-def merge_defines() -> dict[str, str]:
-    """Give the constants of ``merge.cu``: the CPU's very numbers, bit for bit."""
+def state_defines() -> dict[str, str]:
+    """Give the constants of ``states.cu``: the CPU's very numbers, bit for bit."""
     return {
         "TA_THREADS": str(THREADS),
         "TA_SOURCES": str(MAX_SOURCES),
         "TA_EXP_TERMS": ",".join(map(float.hex, exponential.EXP_TERMS)),
         "TA_LOG_TERMS": ",".join(map(float.hex, exponential.LOG_TERMS)),
         "TA_LOG2E_DOUBLE": exponential.LOG2E.hex(),
+        "TA_LN2": exponential.LN2.hex(),
         "TA_LN2_HIGH": exponential.LN2_HIGH.hex(),
         "TA_LN2_LOW": exponential.LN2_LOW.hex(),
         "TA_ROUNDER": exponential.ROUNDER.hex(),
         "TA_SQRT_HALF_BITS": f"{exponential.SQRT_HALF_BITS}LL",
         "TA_SMALLEST_NORMAL": (2.0**-1022).hex(),
+        "TA_LOG2E_HIGH": wire_rows.LOG2E_HIGH.hex(),
+        "TA_LOG2E_MIDDLE": wire_rows.LOG2E_MIDDLE.hex(),
+        "TA_LOG2E_LOW": wire_rows.LOG2E_LOW.hex(),
+        "TA_UPPER_HALF": f"{wire_rows.UPPER_HALF}LL",
+        "TA_FARTHEST": wire_rows.FARTHEST.hex(),
     }

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +29,9 @@ IDENTITY = """
 struct two { float* packed; long long width; };
 void identity_of(two at) { treeattn_identity(at.packed, at.width); }
 """
+EMULATED = threading.Lock()
+"""Ranks that are threads take turns: the fibers of an emulated kernel are one process's."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -36,6 +40,9 @@ class Pointer:
 
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
+
+    def __add__(self, size: int) -> Pointer:
+        return Pointer(self.ptr + size)
 
 
 class FaultingArray:
@@ -92,7 +99,7 @@ class FakeKernel:
         (call,) = arguments if len(arguments) == 1 else (np.array(arguments),)
         order = np.random.default_rng(self._card.launches).permutation(blocks)
         self._card.launches += 1
-        with self._card.access():
+        with EMULATED, self._card.access():
             self._card.emulator.launch(self._library, call, order, self._card.target.wave)
 
     def resident_blocks(self) -> int:
@@ -107,7 +114,7 @@ class FakeCard:
         self._memory = mmap.mmap(-1, ARENA)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.used = self.launches = self.copies = self.waits = 0
-        self.stream = 0
+        self.stream, self._engine = 0, threading.Lock()
         self._protect(NO_ACCESS)
 
     def _protect(self, access: int) -> None:
@@ -115,12 +122,13 @@ class FakeCard:
 
     @contextmanager
     def access(self) -> Iterator[None]:
-        """Let the CPU in, as the card's own engines."""
-        self._protect(READ_WRITE)
-        try:
-            yield
-        finally:
-            self._protect(NO_ACCESS)
+        """Let the CPU in, as the card's own engines, one at a time: a message may arrive from another thread."""
+        with self._engine:
+            self._protect(READ_WRITE)
+            try:
+                yield
+            finally:
+                self._protect(NO_ACCESS)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> FaultingArray:
         at = self._start + self.used
@@ -154,8 +162,12 @@ class FakeCard:
     def wait(self) -> None:
         self.waits += 1
 
+    def mark(self) -> Callable[[], bool]:
+        return lambda: True
+
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> FakeKernel:
-        struct = {"treeattn_merge": "ta_merge", "treeattn_finish": "ta_finish"}.get(kernel, "ta_call")
+        attention = kernel in ("treeattn_vector", "treeattn_matrix")
+        struct = "ta_call" if attention else "ta_finish" if kernel == "treeattn_finish" else "ta_merge"
         if kernel == "treeattn_identity":  # takes two numbers, which the emulator passes as one struct
             text, kernel, struct = text + IDENTITY, "identity_of", "two"
         if self.target.dialect == "hip" and kernel == "treeattn_matrix":

@@ -21,6 +21,7 @@ extern const __device__ hip_indices<hip_block_index> blockIdx;
 
 HIP_INLINE float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 HIP_INLINE float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+HIP_INLINE double ceil(double a) { return __builtin_ceil(a); }
 HIP_INLINE float fabsf(float a) { return __builtin_fabsf(a); }
 HIP_INLINE void __threadfence() { __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent"); }
 HIP_INLINE void __syncthreads() {

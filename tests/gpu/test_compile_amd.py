@@ -79,7 +79,8 @@ def test_compiles_for_every_card_without_scratch(name: str, arch: str, tmp_path:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_merging_is_compiled_without_fused_operations(arch: str, tmp_path: Path) -> None:
-    made = assembly(tmp_path, source.text("merge.cu"), source.merge_defines(), arch)
-    assert numbers(made, "ScratchSize") == [0, 0, 0]
-    merge = made.split("treeattn_merge:")[1].split("s_endpgm")[0]
-    assert not re.findall(r"v_(?:pk_)?(?:fma|fmac|mad|mac|dot)\w*_f(?:32|64)", merge)
+    made = assembly(tmp_path, source.text("states.cu"), source.state_defines(), arch)
+    assert numbers(made, "ScratchSize") == [0] * 6
+    for name in ("merge", "pack", "merge_rows", "unpack"):
+        kernel = made.split(f"treeattn_{name}:")[1].split("s_endpgm")[0]
+        assert not re.findall(r"v_(?:pk_)?(?:fma|fmac|mad|mac|dot)\w*_f(?:32|64)", kernel)

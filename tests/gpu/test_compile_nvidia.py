@@ -86,11 +86,12 @@ def test_every_kind_of_kernel_keeps_to_its_registers(name: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_merging_is_compiled_without_fused_operations(arch: str) -> None:
-    code = offline.compile_merge(arch)
-    assert {"treeattn_merge", "treeattn_finish", "treeattn_identity"} == set(offline.resources(code))
-    merge = offline.disassemble(code).split("Function : treeattn_merge")[1].split("Function :")[0]
-    # Merging divides nothing, so that no fused operation has a right to be there; IEEE division is made of them.
-    assert not re.findall(r"\b[DF]FMA\b", merge)
+    code = offline.compile_states(arch)
+    names = {"merge", "finish", "identity", "pack", "merge_rows", "unpack"}
+    assert {f"treeattn_{name}" for name in names} == set(offline.resources(code))
+    found = dict(re.findall(r"Function : treeattn_(\w+)(.*?)(?=Function :|\Z)", offline.disassemble(code), re.DOTALL))
+    for name in names - {"finish"}:  # which divides, and IEEE division is made of fused operations
+        assert not re.findall(r"\b[DF]FMA\b", found[name])
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed: it comes with the CUDA toolkit")
@@ -131,5 +132,5 @@ def test_streaming_at_an_h200s_rate_leaves_issue_slots(slots: dict[Any, Any]) ->
 
 
 def test_the_text_has_no_include_left() -> None:
-    for name in ("vector.cu", "matrix.cu", "merge.cu"):
+    for name in ("vector.cu", "matrix.cu", "states.cu"):
         assert "#include" not in source.text(name)

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from treeattn.kernels import combine
+from treeattn.kernels import combine, wire_rows
 from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.call import FINISH, MERGE, pack_finish, pack_merge
+from treeattn.wire_form import WireForm
 
 WIDTH = 7
 SHAPE = (1, 2, 2, WIDTH)
@@ -25,7 +26,7 @@ law = settings(deadline=None, max_examples=60, suppress_health_check=[HealthChec
 @pytest.fixture(scope="module")
 def kernels(emulator: Any) -> dict[str, Any]:
     def build(name: str, struct: str) -> Any:
-        return emulator.compile(source.text("merge.cu"), f"treeattn_{name}", struct, source.merge_defines())
+        return emulator.compile(source.text("states.cu"), f"treeattn_{name}", struct, source.state_defines())
 
     return {"merge": build("merge", "ta_merge"), "finish": build("finish", "ta_finish")}
 
@@ -80,6 +81,36 @@ def test_finish_gives_the_bits_of_the_cpu(emulator: Any, kernels: Any, state: An
     emulator.launch(kernels["finish"], call, np.arange(ROWS), 64)
     same_bits(out, right[0])
     same_bits(lse, right[1])
+
+
+@pytest.fixture(scope="module")
+def wire(emulator: Any) -> dict[str, Any]:
+    defines = source.state_defines()
+    return {
+        name: emulator.compile(source.text("states.cu"), f"treeattn_{name}", "ta_merge", defines)
+        for name in ("pack", "merge_rows", "unpack")
+    }
+
+
+@law
+@given(states=st.lists(STATES, min_size=1, max_size=5))
+def test_wire_rows_have_the_bits_of_the_cpu(emulator: Any, wire: Any, states: list[Any]) -> None:
+    form = WireForm(SHAPE, "float32")
+    rows = [np.empty(form.nbytes, np.uint8) for _ in states]
+    for state, row in zip(states, rows, strict=True):
+        wire_rows.prepare_pack(row, form)(state)
+        same_bits(merged(emulator, wire["pack"], [state], np.empty_like(state)), floats(row))
+    right = np.empty(form.nbytes, np.uint8)
+    wire_rows.prepare_merge(right, rows, form)()
+    there = [floats(row).copy() for row in rows]
+    unpacked = np.empty(SHAPE, np.float32)
+    wire_rows.prepare_unpack(right, form)(unpacked)
+    same_bits(merged(emulator, wire["unpack"], there, np.empty_like(unpacked)), unpacked)
+    same_bits(merged(emulator, wire["merge_rows"], there, there[-1]), floats(right))
+
+
+def floats(rows: Any) -> Any:
+    return rows.view(np.float32).reshape(SHAPE)
 
 
 def test_structs_are_as_long_as_their_fields() -> None:
