@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,14 @@ class Emulator:
         key = hashlib.sha256("\0".join([text, kernel, *macros, *self._flags]).encode()).hexdigest()[:16]
         library = self.folder / f"{key}.so"
         if not library.exists():
-            written = self.folder / f"{key}.cu"
+            mine = Path(tempfile.mkdtemp(dir=self.folder))  # other ranks may be compiling the same
+            written, made = mine / "kernel.cu", mine / "kernel.so"
             written.write_text(text)
             names = [f'-DKERNEL_TEXT="{written}"', f"-DKERNEL_NAME={kernel}", f"-DKERNEL_STRUCT={struct}"]
-            command = ["g++", *self._flags, *macros, *names, f"-I{HERE}", str(HERE / "launch.cpp"), "-o", str(library)]
+            command = ["g++", *self._flags, *macros, *names, f"-I{HERE}", str(HERE / "launch.cpp"), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == 0, done.stderr[:3000]
+            made.rename(library)
         return library
 
     def build(self, chosen: Specialisation) -> Path:
