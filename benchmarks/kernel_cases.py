@@ -113,7 +113,9 @@ GROUPS: dict[str, list[Case]] = {
         *(replace(F32[0], name=f"f32-mha {kind}", memory=kind) for kind in ("small pages", "off lines")),
     ],
     "peers": [*F32, *BF16, F16[1]],
-    "fixed": [replace(case, name=f"{case.name}-4k", tokens=4096) for case in (*F32, *BF16)],
+    "fixed": [
+        replace(case, name=f"{case.name}-{tokens}", tokens=tokens) for case in (*F32, *BF16) for tokens in (64, 4096)
+    ],
 }
 GROUPS["short"] = [*F32, *BF16, F16[1], Case("int8-gqa", "int8")]
 

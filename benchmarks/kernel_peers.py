@@ -6,6 +6,7 @@ a group are packed as query tokens, so that it reads each key once.
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from kernel_cases import Case, options_of
 
-__all__ = ["PEERS", "Form", "UnsupportedError"]
+import treeattn
+from treeattn.backends.registry import find
+from treeattn.inputs import Args, Options, Spec, resolve
+
+__all__ = ["PEERS", "Form", "UnsupportedError", "extra_bytes"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Sets: TypeAlias = Sequence[tuple[Array, Array]]
@@ -38,8 +43,6 @@ def _forms(**calls: Callable[[int], Array]) -> Forms:
 
 
 def treeattn_forms(case: Case, q: Array, sets: Sets, threads: int) -> Forms:
-    import treeattn
-
     options = options_of(case)
     return {
         "attention": Form(
@@ -51,18 +54,30 @@ def treeattn_forms(case: Case, q: Array, sets: Sets, threads: int) -> Forms:
 
 def prepared_forms(case: Case, q: Array, sets: Sets, threads: int) -> Forms:
     """Only the backend's prepared call: no validation, and a state as the result."""
-    from treeattn.backends.registry import find
-    from treeattn.inputs import Options, resolve
-
-    backend = find("cpu")
-    calls = [resolve(q, k, v, Options(**options_of(case))) for k, v in sets]
-    prepared, out = backend.prepare(calls[0][0]), np.empty(calls[0][0].packed_shape, np.float32)
+    calls = [resolved(case, q, k, v) for k, v in sets]
+    prepared, out = find("cpu").prepare(calls[0][0]), np.empty(calls[0][0].packed_shape, np.float32)
 
     def call(i: int) -> Array:
         prepared(calls[i][1], out)
         return out
 
     return {"prepared": Form(call, lambda i: call(i)[..., :-2] / out[..., -2:-1])}
+
+
+def resolved(case: Case, q: Array, k: Array, v: Array) -> tuple[Spec, Args]:
+    return resolve(q, k, v, Options(**options_of(case)))
+
+
+def extra_bytes(case: Case, q: Array, k: Array, v: Array) -> int:
+    """Most bytes that the first prepared call has allocated at once, its threads' workspaces among them."""
+    spec, args = resolved(case, q, k, v)
+    prepared, out = find("cpu").prepare(spec), np.empty(spec.packed_shape, np.float32)
+    tracemalloc.start()
+    try:
+        prepared(args, out)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def numpy_forms(case: Case, q: Array, sets: Sets, threads: int) -> Forms:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from kernel_cases import Case, make_queries, make_sets, options_of, words_of
-from kernel_peers import PEERS, Form, UnsupportedError
+from kernel_peers import PEERS, Form, UnsupportedError, extra_bytes
 from kernel_samples import Probe, Sampler
 
 LINES = os.fdopen(os.dup(1), "w", buffering=1)
@@ -30,13 +30,14 @@ def main(case: Case, peer: str, threads: int) -> None:
     q, sets = make_queries(case), make_sets(case)
     if peer not in ("treeattn", "prepared") and not case.plain:
         return say(absent="only treeattn's own rows have this option")
+    memory = {"extra_bytes": extra_bytes(case, q, *sets[0])} if peer == "treeattn" else {}
     try:
         forms = PEERS[peer](case, q, sets, threads)
         name, form, error = fastest(forms, case, q, sets)
     except (UnsupportedError, ImportError) as reason:
         return say(absent=str(reason))
     sampler = Sampler(form.call, Probe([words_of(case, *each) for each in sets], threads), len(sets))
-    say(form=name, error=error)
+    say(form=name, error=error, **memory)
     for line in sys.stdin:
         say(samples=[astuple(sample) for sample in sampler.take(float(line))])
     return None
