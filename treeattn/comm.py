@@ -158,7 +158,7 @@ class TreeComm:
     def _open_lane(self) -> Session:
         """Make a lane, with memory of its own where the communicator has any; collective."""
         memory = self._session.window and open_window(self.hosts, self.rank, self._consult_fields)
-        return Session(self._channel, self._plan, memory)
+        return Session(self._channel, self._plan, memory, self._session.agreed)
 
     def _radices_for(self, payload_bytes: int, shares_memory: bool) -> Radices:
         shared = shares_memory and payload_bytes <= STATE_BYTES
@@ -246,7 +246,8 @@ class TreeComm:
         Returns
         -------
         Reduction
-            Its ``end()`` gives the merged state, with the bits of `allreduce`, or raises what `allreduce` would.
+            Its ``end()`` gives the merged state, with the bits of `allreduce`, or raises what `allreduce` would. (If
+            nothing was merged on this communicator before, this call raises it.)
 
         Examples
         --------

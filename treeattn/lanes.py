@@ -91,7 +91,7 @@ class Lanes:
     def _end(self, lane: Session, out: PartialState | None) -> PartialState | None:
         with self._channel.guard:
             try:
-                return lane.end(out, self._advance)
+                return lane.end(out, partial(self._advance, lane))
             finally:
                 self._land(lane)
 
@@ -99,9 +99,11 @@ class Lanes:
         self._flying.remove(lane)
         self._free.append(lane)
 
-    def _advance(self) -> None:
+    def _advance(self, ending: Session | None = None) -> None:
+        """Move on what is in flight, except for the lane that does so itself."""
         for lane in self._flying:
-            lane.advance()
+            if lane is not ending:
+                lane.advance()
 
     def beside(self, work: Callable[[], T]) -> T:
         """Do ``work``, which must not use the communicator, and let what is in flight move on in the meantime."""

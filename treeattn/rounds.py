@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from treeattn.plan import HEADER_BYTES, RankRound, Stats, Usage
 from treeattn.state import PartialState, StateOps
-from treeattn.transport import Bytes, Meanwhile, Silence, Transport
+from treeattn.transport import Bytes, Meanwhile, Silence, Transport, nothing
+from treeattn.waiting import nap
 from treeattn.window import Window, compiled
 from treeattn.wire_form import WireForm, merger
 
@@ -243,12 +244,17 @@ class WindowRound:
         """Wait until the others have published."""
         slots, use = self._slots[self._use % 2], self._use
 
-        def sleep() -> None:
+        def published() -> bool:
+            if self._look(SPINS, YIELDS):
+                return True
             meanwhile()
+            return False
+
+        def sleep() -> None:
             self._sleep(slots, use, SLEEP.ctypes.data)
 
-        try:
-            self._transport.wait_for(lambda: self._look(SPINS, YIELDS), sleep)
+        try:  # asleep, a rank would not move on what else is in flight
+            self._transport.wait_for(published, sleep if meanwhile is nothing else nap)
         except Silence as silence:
             silence.round = self._step.number
             raise

@@ -37,14 +37,20 @@ class Session:
         Gives the plan for (payload bytes, root, whether ranks of a host share memory).
     window : Window, optional
         Memory of this session alone.
+    agreed : Signature, optional
+        What all ranks agree on already, if anything.
     """
 
     def __init__(
-        self, channel: Channel, plan_for: Callable[[int, int | None, bool], Plan], window: Window | None = None
+        self,
+        channel: Channel,
+        plan_for: Callable[[int, int | None, bool], Plan],
+        window: Window | None = None,
+        agreed: Signature | None = None,
     ) -> None:
-        self._channel, self._plan_for, self.window = channel, plan_for, window
-        self._agreed: Signature | None = None
+        self._channel, self._plan_for, self.window, self.agreed = channel, plan_for, window, agreed
         self._exchanges: dict[Any, Exchange] = {}
+        self._exchange: Exchange | None = None
         self.swap: Swap | None = None
         self._begun = False
 
@@ -53,42 +59,47 @@ class Session:
         self.swap = None
         self.begin(attempt)
         merged = self.end(out)
-        self._prepare_swap(self._exchange, self._attempt)
+        self._prepare_swap(self._running, self._attempt)
         return merged
 
     def begin(self, attempt: Attempt) -> None:
         """Start to run the agreed plan, with this rank's payload or with what keeps it from sending one."""
-        if self._agreed is None:
+        if self.agreed is None:
             self._describe(attempt)
-            self._agreed = attempt.signature
-        self._exchange = self._exchange_of(self._agreed, attempt.state)
+            self.agreed = attempt.signature
+        self._exchange = self._exchange_of(self.agreed, attempt.state)
         self._attempt, header = self._load(self._exchange, attempt)
-        self._channel.call(self._exchange.begin, header)
+        self._channel.call(self._running.begin, header)
 
     def advance(self) -> None:
         """Go on with what was begun, without waiting."""
-        self._exchange.advance()
+        self._running.advance()
+
+    @property
+    def _running(self) -> Exchange:
+        assert self._exchange is not None, "nothing was begun"
+        return self._exchange
 
     @property
     def over(self) -> bool:
         """Whether there is nothing more to wait for in what was begun."""
-        return self._exchange.over
+        return self._running.over
 
     def complete(self) -> None:
         """Wait for the end of what was begun, and leave its result."""
-        self._exchange.complete()
+        self._running.complete()
 
     def end(self, out: PartialState | None, meanwhile: Meanwhile = nothing) -> PartialState | None:
         """End what was begun; ``meanwhile()`` is called during waits."""
         while True:
-            header = self._channel.call(self._exchange.complete, meanwhile)
+            header = self._channel.call(self._running.complete, meanwhile)
             attempt = self._attempt
             if header.status not in (0, OTHER):
                 self._describe(attempt)
             # Equal digests are agreement: after a clean plan, or one to which all brought the same new signature.
-            self._agreed = attempt.signature
+            self.agreed = attempt.signature
             if header.status == 0:
-                return self._result(self._exchange, attempt, out)
+                return self._result(self._running, attempt, out)
             self.begin(attempt)
 
     def _prepare_swap(self, exchange: Exchange, attempt: Attempt) -> None:
@@ -107,13 +118,13 @@ class Session:
     def consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         """Go to the descriptions at once, having told the others so by way of the agreed plan."""
         self.swap = None
-        if self._agreed is not None:
-            self._channel.call(self._exchange_of(self._agreed).run, self._step(CONSULT, 0, 0))
+        if self.agreed is not None:
+            self._channel.call(self._exchange_of(self.agreed).run, self._step(CONSULT, 0, 0))
         return [each.values for each in self._negotiate(lambda: description, error)]
 
     def forget(self) -> None:
         """Let go of buffers and shared memory, when the communicator is freed."""
-        self.swap = self.window = None
+        self.swap = self.window = self._exchange = None
         self._exchanges.clear()
 
     def _load(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:
@@ -130,7 +141,7 @@ class Session:
     def _status(self, attempt: Attempt) -> int:
         if attempt.error is not None or attempt.signature is None:
             return ERROR
-        return 0 if self._agreed is not None and attempt.signature.wire == self._agreed.wire else OTHER
+        return 0 if self.agreed is not None and attempt.signature.wire == self.agreed.wire else OTHER
 
     def _step(self, status: int, digest: int, check: int) -> Header:
         """Count a step and give its header."""
