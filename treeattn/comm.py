@@ -356,7 +356,20 @@ class TreeComm:
             return attempt.state if out is None else _copy(attempt.state, out)
 
     def begin(self, attempt: Attempt, *, out: PartialState | None = None) -> Reduction:
-        """Begin what `exchange` does at once; what a pipelined `decode` is made of."""
+        """Begin what `exchange` does at once; what a pipelined `decode` is made of.
+
+        Parameters
+        ----------
+        attempt : Attempt
+            As in `exchange`; its state may be overwritten once this returns.
+        out : PartialState, optional
+            A state to overwrite at the end.
+
+        Returns
+        -------
+        Reduction
+            Its ``end_at_root()`` gives what `exchange` would.
+        """
         attempt = attempt if out is None else _with_out(attempt, out)
         if self.size > 1:
             return self._lanes.begin(attempt, out)
@@ -364,7 +377,17 @@ class TreeComm:
         return Reduction(lambda: merged)
 
     def beside(self, work: Callable[[], T]) -> T:
-        """Do ``work``, which must not use the communicator, while what `begin` has begun moves on."""
+        """Do ``work`` while what was begun moves on, as messages of MPI only do inside of calls.
+
+        Parameters
+        ----------
+        work : callable
+            It must not use the communicator, and runs on another thread.
+
+        Returns
+        -------
+        What ``work`` returns.
+        """
         return self._lanes.beside(work)
 
     def consult(
