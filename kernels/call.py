@@ -16,8 +16,8 @@ types: Any = _types  # untyped: so are the functions made of it
 
 __all__ = ["BLOCK", "BUFFERS", "CALL", "STORAGES", "TASK", "Call", "Task", "call_at", "task_at"]
 
-BLOCK = 128
-"""Keys that are scored, weighed and summed at a time."""
+BLOCK = 512
+"""Keys that are scored, weighed and summed at a time. Each change from K to V and back costs the memory a moment."""
 
 STORAGES = ("float32", "float64", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2")
 """Storage types of K and V; compiled code knows each by its index here."""
@@ -51,6 +51,13 @@ class Call:
     # where split number s of the state is written: states + s * states_s
     states: int
     states_s: int
+    # how a task's working rows lie: bytes from one to the next, and the order of their elements
+    q_row: int
+    sums_row: int
+    k_paired: int
+    v_paired: int
+    pairs: int  # whether working rows of q are bfloat16, for products of pairs
+    v_unit: float  # what the sums have to be multiplied with in the end
     # inputs; q is of the state's dtype
     q: int
     q_b: int
@@ -63,14 +70,16 @@ class Call:
     k_t: int
     k_d: int
     k_storage: int
-    k_staged: int  # bytes per key of a working copy; 0 where keys are read where they lie
+    k_strip: int  # keys in a strip that is copied; 0 where keys are read where they lie
+    k_row: int  # bytes per key of that copy
     v: int
     v_b: int
     v_h: int
     v_t: int
     v_d: int
     v_storage: int
-    v_staged: int
+    v_strip: int
+    v_row: int
     # scales of stored keys and values, of the state's dtype
     k_scale: int
     k_scale_b: int
@@ -121,16 +130,15 @@ class Task:
     start: int  # key
     keys: int
     visible: int  # NONE, SOME or ALL of the block's keys are seen (`treeattn.kernels.visibility`)
-    hidden: int  # whether a weight may be the mark of a hidden key
+    marked: int  # whether a weight may be the mark of a hidden key
     # buffers: addresses, each on a cache line
-    q: int  # (rows, head_dim)
-    sums: int  # (rows, v_head_dim)
-    partial: int  # (rows, v_head_dim): the block's own sums, so that long sums are added in two levels
+    q: int  # (rows, padded head_dim)
+    sums: int  # (rows, padded v_head_dim)
     scores: int  # (rows, BLOCK): scores, then logits, then weights
     m: int  # (rows,)
     l: int  # noqa: E741 - the field's name
-    k: int  # (BLOCK, head_dim): working copies of stored keys and values
-    v: int  # (BLOCK, v_head_dim)
+    k: int  # (strip, padded head_dim): working copies of stored keys and values
+    v: int  # (strip, padded v_head_dim)
     k_scale: int  # (BLOCK,)
     v_scale: int  # (BLOCK,)
     seen: int  # (rows, BLOCK) of uint8: which keys each row sees, where some are

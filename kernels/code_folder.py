@@ -22,6 +22,8 @@ import numba
 from llvmlite import binding
 from numba.core import config as _config
 
+from treeattn.kernels.vectors import LANES
+
 config: Any = _config  # its settings appear at run time, out of a type checker's sight
 
 __all__ = ["cache_folder", "clear_cache"]
@@ -91,10 +93,10 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """Digest of all that decides the machine code: the sources, numba, and the processor."""
+    """Digest of all that decides the machine code: the sources, numba, the processor, and the vectors used of it."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     features = binding.get_host_cpu_features().flatten()
-    digest.update(f"{numba.__version__} {binding.get_host_cpu_name()} {features}".encode())
+    digest.update(f"{numba.__version__} {binding.get_host_cpu_name()} {features} {LANES}".encode())
     return digest.hexdigest()[:16]

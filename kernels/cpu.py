@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -12,10 +11,11 @@ import numpy.typing as npt
 
 from treeattn.arrays import cast, narrow_dtype
 from treeattn.inputs import Args, Spec
-from treeattn.kernels import products, softmax, streaming, vector_products, visibility, widen
+from treeattn.kernels import streaming
 from treeattn.kernels.call import BLOCK, CALL, STORAGES, Call
 from treeattn.kernels.combine import merge_at, merge_room
 from treeattn.kernels.processors import thread_count
+from treeattn.kernels.specialisations import k_strip, multiplies_pairs, parts_of, stored, v_strip
 from treeattn.kernels.threads import run_on_threads
 
 __all__ = ["StreamingCall", "address", "prepare"]
@@ -51,7 +51,7 @@ class StreamingCall:
         self._fields = self._fixed_fields()
         rows = self._tile * spec.group
         self._scratch = streaming.workspace_bytes(rows, spec.head_dim, spec.v_head_dim, self._dtype.itemsize)
-        bytes_per_row = sum(width * narrow_dtype(storage).itemsize for storage, _, width in _stored(spec))
+        bytes_per_row = sum(kv.width * narrow_dtype(kv.storage).itemsize for kv in stored(spec))
         self._bytes_per_key = spec.batch * spec.kv_heads * self._tiles * bytes_per_row
 
     def __call__(self, args: Args, out: Array) -> Array:
@@ -82,9 +82,7 @@ class StreamingCall:
         """Give the record of everything that stays from step to step, as integers; the rest is 0."""
         spec, call = self._spec, np.zeros(1, CALL)
         left, right = spec.window or (None, None)
-        (k_storage, _, _), (v_storage, _, _) = _stored(spec)
         for name, value in {
-            "scale": spec.scale,
             "softcap": spec.softcap or 0.0,
             "batch": spec.batch,
             "kv_heads": spec.kv_heads,
@@ -94,15 +92,12 @@ class StreamingCall:
             "v_head_dim": spec.v_head_dim,
             "tile": self._tile,
             "tiles": self._tiles,
-            "k_storage": STORAGES.index(k_storage),
-            "v_storage": STORAGES.index(v_storage),
             "causal": spec.causal,
             "left": -1 if left is None else left,
             "right": -1 if right is None else right,
             "mask_additive": spec.mask == "float",
-            "k_float8": address(_float8_values(k_storage)),
-            "v_float8": address(_float8_values(v_storage)),
-            **_parts(spec),
+            **_stored_fields(spec),
+            **{name: part() for name, part in parts_of(spec).items()},
         }.items():
             call[name] = value
         return call.view(np.int64)
@@ -113,45 +108,26 @@ def address(array: Array | None) -> int:
     return 0 if array is None else int(array.__array_interface__["data"][0])
 
 
-def _parts(spec: Spec) -> dict[str, int]:
-    """Addresses of the compiled parts, of which only those that the call needs are compiled."""
-    double = spec.state_dtype == "float64"
-    k_staged, v_staged = (_staged(spec, *stored) for stored in _stored(spec))
-    parts = {
-        "scores": _product(spec, vector_products.SCORES_OF, *_stored(spec)[0])
-        or (products.scores_double if double else products.scores_single),
-        "weigh": softmax.weigh_double if double else softmax.weigh_single,
-        "values": _product(spec, vector_products.VALUES_OF, *_stored(spec)[1])
-        or (products.values_double if double else products.values_single),
+def _stored_fields(spec: Spec) -> dict[str, float]:
+    """Fields that say how stored keys and values are read."""
+    k, v = stored(spec)
+    return {
+        "scale": spec.scale * k.unit,
+        "q_row": k.row_bytes,
+        "sums_row": v.row_bytes,
+        "k_paired": k.paired and not multiplies_pairs(spec),
+        "v_paired": v.paired,
+        "pairs": multiplies_pairs(spec),
+        "v_unit": v.unit,
+        "k_storage": STORAGES.index(k.storage),
+        "v_storage": STORAGES.index(v.storage),
+        "k_strip": k_strip(k),
+        "v_strip": v_strip(v),
+        "k_row": k.row_bytes,
+        "v_row": v.row_bytes,
+        "k_float8": address(_float8_values(k.storage)),
+        "v_float8": address(_float8_values(v.storage)),
     }
-    if spec.positional or spec.mask is not None:
-        parts["see"] = visibility.see_double if double else visibility.see_single
-    if k_staged or v_staged:
-        parts["widen"] = widen.widen_double if double else widen.widen_single
-    return {"k_staged": k_staged, "v_staged": v_staged, **{name: compiled() for name, compiled in parts.items()}}
-
-
-def _stored(spec: Spec) -> tuple[tuple[str, tuple[int, ...], int], ...]:
-    """Storage type, strides and width of K and of V."""
-    kv = spec.kv
-    return (kv.k_dtype, kv.k_strides, spec.head_dim), (kv.v_dtype, kv.v_strides, spec.v_head_dim)
-
-
-def _product(
-    spec: Spec, compiled: dict[str, Callable[[], int]], storage: str, strides: tuple[int, ...], width: int
-) -> Callable[[], int] | None:
-    """Give the product that widens ``storage`` in registers, if there is one for such rows."""
-    if spec.state_dtype == "float64" or not vector_products.vectorised(storage, width, strides[3]):
-        return None
-    return compiled[storage]
-
-
-def _staged(spec: Spec, storage: str, strides: tuple[int, ...], width: int) -> int:
-    """Bytes per key of the working copy; 0 where rows are read where they lie."""
-    itemsize = np.dtype(spec.state_dtype).itemsize
-    if _product(spec, vector_products.SCORES_OF, storage, strides, width) is not None:
-        return 0
-    return 0 if storage == spec.state_dtype and strides[3] == itemsize else width * itemsize
 
 
 @cache

@@ -13,7 +13,10 @@ import numpy as np
 
 from treeattn.kernels.call import BLOCK, BUFFERS, TASK, Call, Task, call_at, task_at
 from treeattn.kernels.compilation import entry, inline
+from treeattn.kernels.loads import order, padded
 from treeattn.kernels.memory import call_part, itemsize, next_task, pointer
+from treeattn.kernels.values import STRIP
+from treeattn.kernels.vectors import LANES
 from treeattn.kernels.visibility import ALL, NONE, row_keys
 
 __all__ = ["buffer_bytes", "stream_double", "stream_single", "workspace_bytes"]
@@ -40,24 +43,22 @@ def stream_double(call: int, workspace: int) -> None:
 
 def workspace_bytes(rows: int, head_dim: int, v_head_dim: int, size: int) -> int:
     """Bytes that one thread works in, for elements of ``size`` bytes."""
-    buffers = buffer_bytes.py_func(rows, head_dim, v_head_dim, size)
+    buffers = buffer_bytes.py_func(rows, padded(head_dim) * size, padded(v_head_dim) * size, size)
     return int(TASK_BYTES + LINE * (len(buffers) + 1) + sum(buffers))
 
 
 @inline
-def buffer_bytes(rows: int, head_dim: int, v_head_dim: int, size: int) -> tuple[int, ...]:
-    """Bytes of a task's buffers, in the order of `Task`."""
-    sums, block = rows * v_head_dim * size, BLOCK * size
-    keys, values = block * head_dim, block * v_head_dim
+def buffer_bytes(rows: int, q_row: int, sums_row: int, size: int) -> tuple[int, ...]:
+    """Bytes of a task's buffers, in the order of `Task`, for working rows of so many bytes."""
+    block = BLOCK * size
     return (
-        rows * head_dim * size,
-        sums,
-        sums,
+        rows * q_row,
+        rows * sums_row,
         rows * block,
         rows * size,
         rows * size,
-        keys,
-        values,
+        max(STRIP, LANES * q_row),
+        max(STRIP, 4 * sums_row),
         block,
         block,
         rows * BLOCK,
@@ -78,7 +79,7 @@ def _stream(address: int, workspace: int, dtype: Any) -> None:
 
 @inline
 def _place_buffers(call: Call, workspace: int, size: int) -> None:
-    buffers = buffer_bytes(call.tile * call.group, call.head_dim, call.v_head_dim, size)
+    buffers = buffer_bytes(call.tile * call.group, call.q_row, call.sums_row, size)
     fields, end = pointer(workspace, np.int64), workspace + TASK_BYTES
     for i in range(len(buffers)):
         start = -(-end // LINE) * LINE
@@ -105,16 +106,30 @@ def _do_task(call: Call, task: Task, address: int, index: int, dtype: Any) -> No
 @inline
 def _begin(call: Call, task: Task, dtype: Any) -> None:
     """Gather the tile's queries and start its rows at the identity."""
-    q, sums = pointer(task.q, dtype), pointer(task.sums, dtype)
+    q, sums = pointer(task.q, np.int64), pointer(task.sums, np.int64)
     m, l = pointer(task.m, dtype), pointer(task.l, dtype)  # noqa: E741 - the field's names
+    for i in range(task.rows * call.q_row // 8):
+        q[i] = 0
+    for i in range(task.rows * call.sums_row // 8):
+        sums[i] = 0
     for row in range(task.rows):
         t, head = task.first + row // call.group, task.h * call.group + row % call.group
-        source = call.q + task.b * call.q_b + head * call.q_h + t * call.q_t
-        for j in range(call.head_dim):
-            q[row * call.head_dim + j] = pointer(source + j * call.q_d, dtype)[0]
+        _gather_query(
+            call, call.q + task.b * call.q_b + head * call.q_h + t * call.q_t, task.q + row * call.q_row, dtype
+        )
         m[row], l[row] = -np.inf, 0
-    for j in range(task.rows * call.v_head_dim):
-        sums[j] = 0
+
+
+@inline
+def _gather_query(call: Call, source: int, target: int, dtype: Any) -> None:
+    """Write one query in the order in which keys are loaded; as bfloat16, which it then is, for products of pairs."""
+    if call.pairs:
+        for j in range(call.head_dim):
+            pointer(target, np.uint16)[j] = pointer(source + j * call.q_d, np.uint32)[0] >> np.uint32(16)
+    else:
+        into = pointer(target, dtype)
+        for j in range(call.head_dim):
+            into[order(j, call.k_paired)] = pointer(source + j * call.q_d, dtype)[0]
 
 
 @inline
@@ -124,34 +139,37 @@ def _do_block(call: Call, task: Task, address: int, dtype: Any) -> None:
         call_part(call.see, (address,))
         if task.visible == NONE:
             return
-    k, k_t = _keys(call, task)
-    call_part(call.scores, (task.q, task.rows, k, k_t, task.keys, call.head_dim, task.scores))
+    _score(call, task, itemsize(dtype))
     _gather_scales(call, task, dtype)
     call_part(call.weigh, (address,))
-    v, v_t = _values(call, task)
-    call_part(call.values, (task.scores, task.rows, v, v_t, task.keys, call.v_head_dim, task.partial, task.hidden))
-    _add_partial(call, task, dtype)
+    _add_values(call, task, itemsize(dtype))
 
 
 @inline
-def _keys(call: Call, task: Task) -> tuple[int, int]:
-    """Address of the block's keys in working precision, and the bytes from one to the next."""
-    source = call.k + task.b * call.k_b + task.h * call.k_h + task.start * call.k_t
-    if call.k_staged == 0:
-        return source, call.k_t
-    shape = (task.keys, call.head_dim)
-    call_part(call.widen, (call.k_storage, source, call.k_t, call.k_d, shape[0], shape[1], task.k, call.k_float8))
-    return task.k, call.k_staged
+def _score(call: Call, task: Task, size: int) -> None:
+    source, width = call.k + task.b * call.k_b + task.h * call.k_h + task.start * call.k_t, call.head_dim
+    if call.k_strip == 0:
+        shape = (source, call.k_t, task.keys, width)
+        call_part(call.scores, (task.q, call.q_row, task.rows, *shape, task.scores))
+        return
+    for first in range(0, task.keys, call.k_strip):
+        keys, start = min(call.k_strip, task.keys - first), source + first * call.k_t
+        call_part(call.widen, (call.k_storage, start, call.k_t, call.k_d, keys, width, task.k, call.k_float8))
+        shape = (task.k, call.k_row, keys, call.k_row // size)
+        call_part(call.scores, (task.q, call.q_row, task.rows, *shape, task.scores + first * size))
 
 
 @inline
-def _values(call: Call, task: Task) -> tuple[int, int]:
-    source = call.v + task.b * call.v_b + task.h * call.v_h + task.start * call.v_t
-    if call.v_staged == 0:
-        return source, call.v_t
-    shape = (task.keys, call.v_head_dim)
-    call_part(call.widen, (call.v_storage, source, call.v_t, call.v_d, shape[0], shape[1], task.v, call.v_float8))
-    return task.v, call.v_staged
+def _add_values(call: Call, task: Task, size: int) -> None:
+    source, width = call.v + task.b * call.v_b + task.h * call.v_h + task.start * call.v_t, call.v_head_dim
+    into = (task.sums, call.sums_row, task.marked, task.v)
+    if call.v_strip == 0:
+        call_part(call.values, (task.scores, task.rows, source, call.v_t, task.keys, width, *into))
+        return
+    for first in range(0, task.keys, call.v_strip):
+        keys, start = min(call.v_strip, task.keys - first), source + first * call.v_t
+        call_part(call.widen, (call.v_storage, start, call.v_t, call.v_d, keys, width, task.v, call.v_float8))
+        call_part(call.values, (task.scores + first * size, task.rows, task.v, call.v_row, keys, width, *into))
 
 
 @inline
@@ -173,20 +191,13 @@ def _gather(source: int, step: int, block: int, task: Task, target: int, dtype: 
 
 
 @inline
-def _add_partial(call: Call, task: Task, dtype: Any) -> None:
-    sums, partial = pointer(task.sums, dtype), pointer(task.partial, dtype)
-    for j in range(task.rows * call.v_head_dim):
-        sums[j] += partial[j]
-
-
-@inline
 def _store(call: Call, task: Task, states: int, dtype: Any) -> None:
-    width, heads = call.v_head_dim, call.kv_heads * call.group
-    sums, m, l = pointer(task.sums, dtype), pointer(task.m, dtype), pointer(task.l, dtype)  # noqa: E741
+    width, heads, unit = call.v_head_dim, call.kv_heads * call.group, dtype(call.v_unit)
+    m, l = pointer(task.m, dtype), pointer(task.l, dtype)  # noqa: E741 - the field's names
     for row in range(task.rows):
         t, head = task.first + row // call.group, task.h * call.group + row % call.group
         at = ((task.b * heads + head) * call.q_tokens + t) * (width + 2)
-        state = pointer(states + at * itemsize(dtype), dtype)
+        state, sums = pointer(states + at * itemsize(dtype), dtype), pointer(task.sums + row * call.sums_row, dtype)
         for j in range(width):
-            state[j] = sums[row * width + j]
+            state[j] = sums[order(j, call.v_paired)] * unit
         state[width], state[width + 1] = l[row], m[row]

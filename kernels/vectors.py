@@ -1,27 +1,41 @@
 """Explicit vectors for inner loops: LLVM's generic ones, which become AVX-512, AVX2 or NEON by what the processor has.
 
 The compiler's own vectors are as fast in arithmetic, but its scheduler fetches several rows at once, and the memory
-then delivers less than half. Here each row is fetched by a loop of its own, in the order of its addresses.
+then delivers less than half. Here rows are fetched one after the other, in the order of their addresses.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import binding, ir
 
-__all__ = ["LANES", "Vectors"]
+from treeattn.errors import InputError
 
-FLOAT, HALF = ir.FloatType(), ir.HalfType()
-BYTE, SHORT, INT, LONG = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+__all__ = ["DOUBLE", "FLOAT", "LANES", "Vectors", "has_feature"]
+
+FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
+INT, LONG = ir.IntType(32), ir.IntType(64)
+
+LANES_VARIABLE = "TREEATTN_LANES"
+"""Environment variable that sets `LANES`, so that tests can run another processor's code on this one."""
+
+
+def has_feature(name: str) -> bool:
+    """Whether this machine's processor has ``name``, as LLVM calls it."""
+    return bool(binding.get_host_cpu_features().get(name))
 
 
 def _lanes() -> int:
-    features = binding.get_host_cpu_features()
-    if features.get("avx512f"):
-        return 16
-    return 8 if features.get("avx2") else 4
+    wanted = os.environ.get(LANES_VARIABLE)
+    if wanted in ("4", "8", "16"):
+        return int(wanted)
+    if wanted:
+        raise InputError.of(LANES_VARIABLE, expected="4, 8 or 16", got=repr(wanted))
+    return 16 if has_feature("avx512f") else 8 if has_feature("avx2") else 4
 
 
 LANES = _lanes()
@@ -29,132 +43,154 @@ LANES = _lanes()
 
 
 class Vectors:
-    """Writes vector instructions at an LLVM builder's place; addresses are int64 values, offsets Python numbers."""
+    """Writes vector instructions at an LLVM builder's place; addresses are int64 values, offsets Python numbers.
 
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
-        self.type = ir.VectorType(FLOAT, LANES)
-        self.zero = ir.Constant(self.type, [0.0] * LANES)
+    Parameters
+    ----------
+    builder : llvmlite.ir.IRBuilder
+    element : FLOAT or DOUBLE
+        What the vectors are of. They have the same number of bytes either way.
+    """
+
+    def __init__(self, builder: Any, element: Any = FLOAT) -> None:
+        self.builder, self.element = builder, element
+        self.size = 4 if element is FLOAT else 8
+        self.lanes = LANES * 4 // self.size
+        self.bytes = self.lanes * self.size
+        self.type = ir.VectorType(element, self.lanes)
+        self.integers = ir.VectorType(ir.IntType(8 * self.size), self.lanes)
+        self.zero = self.constant(0.0)
+
+    def constant(self, value: float) -> Any:
+        """Give the same number in all lanes."""
+        nearest = float(np.float32(value)) if self.element is FLOAT else value
+        return ir.Constant(self.type, [nearest] * self.lanes)
+
+    def whole(self, value: int) -> Any:
+        """Give the same integer in all lanes."""
+        return ir.Constant(self.integers, [value] * self.lanes)
 
     def number(self, value: int) -> Any:
         """Give an int64 constant."""
         return ir.Constant(LONG, value)
 
     def advance(self, address: Any, count: Any, size: int = 1) -> Any:
-        """Give ``address + count * size``."""
-        step = self._builder.mul(count, self.number(size)) if size != 1 else count
-        return self._builder.add(address, step)
+        """Give ``address + count * size``; ``count`` may be a Python number."""
+        if isinstance(count, int):
+            return self.builder.add(address, self.number(count * size)) if count else address
+        return self.builder.add(address, self.builder.mul(count, self.number(size)) if size != 1 else count)
 
-    def product(self, a: Any, b: Any) -> Any:
-        """Give ``a * b``."""
-        return self._builder.mul(a, b)
+    def pointer(self, address: Any, kind: Any) -> Any:
+        """Give an address as a pointer to ``kind``."""
+        return self.builder.inttoptr(address, kind.as_pointer())
 
-    def quotient(self, a: Any, divisor: int) -> Any:
-        """Give ``a // divisor`` of what is not negative."""
-        return self._builder.udiv(a, self.number(divisor))
-
-    def smaller(self, a: Any, b: Any) -> Any:
-        """Give the smaller of two integers."""
-        return self._builder.select(self._builder.icmp_signed("<", a, b), a, b)
-
-    def load(self, address: Any, storage: str = "float32") -> Any:
-        """Load the next ``LANES`` elements of ``storage`` and widen them to float32."""
-        return {
-            "float32": lambda: self._fetch(address, FLOAT, 4),
-            "float16": lambda: self._builder.fpext(self._fetch(address, HALF, 2), self.type),
-            "bfloat16": lambda: self._bits(self._extend(address, SHORT, 2), 16),
-            "int8": lambda: self._builder.sitofp(self._fetch(address, BYTE, 1), self.type),
-            "float8_e5m2": lambda: self._e5m2(address),
-            "float8_e4m3fn": lambda: self._e4m3fn(address),
-        }[storage]()
+    def load(self, address: Any) -> Any:
+        """Load a vector."""
+        return self.builder.load(self.pointer(address, self.type), align=self.size)
 
     def store(self, vector: Any, address: Any) -> None:
-        """Store a vector of any length."""
-        self._builder.store(vector, self._builder.inttoptr(address, vector.type.as_pointer()), align=4)
+        """Store a vector of any length, or one number."""
+        self.builder.store(vector, self.pointer(address, vector.type), align=self.size)
+
+    def store_all(self, vectors: Sequence[Any], address: Any) -> None:
+        """Store vectors one after the other."""
+        for i, vector in enumerate(vectors):
+            self.store(vector, self.advance(address, i, self.bytes))
+
+    def load_number(self, address: Any) -> Any:
+        """Load one number."""
+        return self.builder.load(self.pointer(address, self.element), align=self.size)
+
+    def spread(self, number: Any) -> Any:
+        """Give one number in all lanes."""
+        one = self.builder.insert_element(ir.Constant(self.type, ir.Undefined), number, ir.Constant(INT, 0))
+        return self.shuffle(one, one, [0] * self.lanes)
 
     def broadcast(self, address: Any) -> Any:
-        """Load one float32 into all lanes."""
-        pointer = self._builder.inttoptr(address, FLOAT.as_pointer())
-        one = self._builder.insert_element(
-            ir.Constant(self.type, ir.Undefined), self._builder.load(pointer), ir.Constant(INT, 0)
-        )
-        return self._shuffle(one, one, [0] * LANES)
+        """Load one number into all lanes."""
+        return self.spread(self.load_number(address))
+
+    def add(self, a: Any, b: Any) -> Any:
+        """Give ``a + b``."""
+        return self.builder.fadd(a, b, flags=["contract"])
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        """Give ``a * b``."""
+        return self.builder.fmul(a, b, flags=["contract"])
 
     def add_product(self, a: Any, b: Any, total: Any) -> Any:
         """Give ``a * b + total``, contracted where the processor can."""
-        product = self._builder.fmul(a, b, flags=["contract"])
-        return self._builder.fadd(product, total, flags=["contract"])
+        return self.add(self.multiply(a, b), total)
 
-    def unless_hidden(self, weight: Any, new: Any, old: Any) -> Any:
-        """Give ``new``, or ``old`` where the weight is the mark of a hidden key, -inf."""
-        mark = ir.Constant(self.type, [float("-inf")] * LANES)
-        return self._builder.select(self._builder.fcmp_ordered("==", weight, mark), old, new)
+    def where(self, relation: str, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
+        """Give ``then`` where ``a`` and ``b`` are in this relation, and ``otherwise`` elsewhere and beside a NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(relation, a, b), then, otherwise)
 
-    def sums(self, vectors: Sequence[Any]) -> Any:
-        """Give one vector whose lane i is the sum of the lanes of ``vectors[i]``; there are ``LANES`` of them.
+    def interleave_sums(self, a: Any, b: Any, width: int) -> Any:
+        """Add neighbouring groups of ``width`` lanes; sums of ``a`` go to the even groups, ``b``'s to the odd."""
+        lanes = range(self.lanes)
+        first = [self.lanes + i - width if i // width % 2 else i for i in lanes]
+        second = [self.lanes + i if i // width % 2 else i + width for i in lanes]
+        return self.add(self.shuffle(a, b, first), self.shuffle(a, b, second))
 
-        A tree of shuffles: step by step, two vectors become one that holds partial sums of both.
-        """
-        width, current = 1, list(vectors)
-        while len(current) > 1:
-            first = [LANES + i - width if i // width % 2 else i for i in range(LANES)]
-            second = [LANES + i if i // width % 2 else i + width for i in range(LANES)]
-            pairs = zip(current[::2], current[1::2], strict=True)
-            current = [self._builder.fadd(self._shuffle(a, b, first), self._shuffle(a, b, second)) for a, b in pairs]
-            width *= 2
-        return current[0]
+    def reduce(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+        """Combine all lanes into one number."""
+        lanes = self.lanes
+        while lanes > 1:
+            lanes //= 2
+            vector = combine(self.piece(vector, 0, lanes), self.piece(vector, lanes, lanes))
+        return self.builder.extract_element(vector, ir.Constant(INT, 0))
 
-    def piece(self, vector: Any, start: int, length: int) -> Any:
-        """Give ``length`` lanes from ``start`` on."""
-        return self._shuffle(vector, vector, list(range(start, start + length)))
+    def piece(self, vector: Any, start: int, length: int, step: int = 1) -> Any:
+        """Give every ``step``-th lane from ``start`` on, ``length`` of them."""
+        return self.shuffle(vector, vector, list(range(start, start + length * step, step)))
+
+    def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
+        """Give the named lanes of ``a`` and ``b``, those of ``b`` counted on from those of ``a``."""
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
+
+    def in_order(self, values: Sequence[Any] = ()) -> None:
+        """Keep what is loaded after this from being fetched before ``values`` are computed; costs no instruction."""
+        signature = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+        self.builder.asm(signature, "", ",".join([*["X"] * len(values), "~{memory}"]), values, True)
 
     def loop(self, count: Any, start: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
-        """Carry the values ``start`` through ``body(index, values)``, ``count`` times; ``count`` is at least 1."""
-        builder, before = self._builder, self._builder.block
-        inside, after = builder.append_basic_block("inside"), builder.append_basic_block("after")
-        builder.branch(inside)
-        builder.position_at_end(inside)
+        """Carry the values ``start`` through ``body(index, values)``, ``count`` times, which may be 0."""
+        builder, before = self.builder, self.builder.block
+        head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
+        builder.branch(head)
+        builder.position_at_end(head)
         index, carried = builder.phi(LONG), [builder.phi(value.type) for value in start]
-        values = list(body(index, carried))
-        following = builder.add(index, self.number(1))
-        for phi, first, value in zip([index, *carried], [self.number(0), *start], [following, *values], strict=True):
+        builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
+        builder.position_at_end(inside)
+        following = [*body(index, carried)]
+        following.insert(0, builder.add(index, self.number(1)))
+        for phi, first, value in zip([index, *carried], [self.number(0), *start], following, strict=True):
             phi.add_incoming(first, before)
             phi.add_incoming(value, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+        builder.branch(head)
         builder.position_at_end(after)
-        return values
+        return carried
 
-    def _fetch(self, address: Any, element: Any, size: int) -> Any:
-        kind = ir.VectorType(element, LANES)
-        return self._builder.load(self._builder.inttoptr(address, kind.as_pointer()), align=size)
+    def for_row(
+        self, row: Any, count: Any, start: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]]
+    ) -> list[Any]:
+        """Carry ``start`` through ``body(address, values)`` for each vector of a row of ``count`` numbers."""
+        up = self.builder.add(count, self.number(self.lanes - 1))
+        vectors = self.builder.udiv(up, self.number(self.lanes))
+        return self.loop(vectors, start, lambda index, values: body(self.advance(row, index, self.bytes), values))
 
-    def _extend(self, address: Any, element: Any, size: int) -> Any:
-        return self._builder.zext(self._fetch(address, element, size), ir.VectorType(INT, LANES))
-
-    def _bits(self, integers: Any, shift: int) -> Any:
-        """Shift integers to where a float32 has its bits, and read them as that."""
-        shifted = self._builder.shl(integers, ir.Constant(integers.type, [shift] * LANES))
-        return self._builder.bitcast(shifted, self.type)
-
-    def _e5m2(self, address: Any) -> Any:
-        """Widen the upper half of a float16."""
-        shorts = self._builder.zext(self._fetch(address, BYTE, 1), ir.VectorType(SHORT, LANES))
-        shifted = self._builder.shl(shorts, ir.Constant(shorts.type, [8] * LANES))
-        return self._builder.fpext(self._builder.bitcast(shifted, ir.VectorType(HALF, LANES)), self.type)
-
-    def _e4m3fn(self, address: Any) -> Any:
-        """Move the bits to a float32's place, where the exponent is 120 too small; all ones are NaN."""
-        builder, integers = self._builder, self._extend(address, BYTE, 1)
-
-        def all_lanes(value: int) -> Any:
-            return ir.Constant(integers.type, [value] * LANES)
-
-        magnitude, sign = builder.and_(integers, all_lanes(0x7F)), builder.and_(integers, all_lanes(0x80))
-        number = builder.fmul(self._bits(magnitude, 20), ir.Constant(self.type, [2.0**120] * LANES))
-        nan = ir.Constant(self.type, [float("nan")] * LANES)
-        number = builder.select(builder.icmp_unsigned("==", magnitude, all_lanes(0x7F)), nan, number)
-        signed = builder.or_(builder.bitcast(number, integers.type), builder.shl(sign, all_lanes(24)))
-        return builder.bitcast(signed, self.type)
-
-    def _shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
-        return self._builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
+    def when(self, condition: Any, values: Sequence[Any], body: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+        """Give ``body(values)`` where the bit ``condition`` is set, else ``values``."""
+        builder, before = self.builder, self.builder.block
+        inside, after = (builder.append_basic_block(name) for name in ("inside", "after"))
+        builder.cbranch(condition, inside, after)
+        builder.position_at_end(inside)
+        changed, end = list(body(list(values))), builder.block
+        builder.branch(after)
+        builder.position_at_end(after)
+        merged = [builder.phi(value.type) for value in values]
+        for phi, old, new in zip(merged, values, changed, strict=True):
+            phi.add_incoming(old, before)
+            phi.add_incoming(new, end)
+        return merged

@@ -15,13 +15,17 @@ from numba.extending import overload
 from treeattn.kernels.call import STORAGES
 from treeattn.kernels.compilation import inline, part
 from treeattn.kernels.memory import itemsize, pointer
+from treeattn.kernels.vectors import LANES
 
 __all__ = ["WIDEN", "widen_double", "widen_single"]
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8 = (STORAGES.index(name) for name in STORAGES[:5])
 
 WIDEN = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
-"""(storage, source, bytes per token, bytes per element, tokens, width, target, table of the 256 float8 values)"""
+"""(storage, source, bytes per token, bytes per element, tokens, width, target, table of the 256 float8 values)
+
+Rows of the target are `padded` with zeros.
+"""
 
 # 2**112: turns a half's bits, moved to a single's place, into its value; the exponents differ by 112.
 HALF_TO_SINGLE = np.float32(2.0**112)
@@ -47,9 +51,11 @@ def widen_double(
 def _widen(
     storage: int, source: int, row: int, step: int, tokens: int, width: int, target: int, table: int, dtype: Any
 ) -> None:
-    values = pointer(table, np.float32)
+    values, target_row = pointer(table, np.float32), -(-width // (2 * LANES)) * 2 * LANES
     for t in range(tokens):
-        start, into = source + t * row, pointer(target + t * width * itemsize(dtype), dtype)
+        start, into = source + t * row, pointer(target + t * target_row * itemsize(dtype), dtype)
+        for j in range(width, target_row):
+            into[j] = 0
         if storage == FLOAT32:
             _row(np.float32, start, step, width, into, dtype, values)
         elif storage == FLOAT64:

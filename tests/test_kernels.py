@@ -18,12 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import treeattn
+from treeattn.inputs import Options, resolve
 from treeattn.kernels import threads
+from treeattn.kernels.plain import partial as plain_partial
+from treeattn.kernels.specialisations import parts_of, specialisations
 from treeattn.testing.oracle import assert_attention, assert_close, dense
 
 FLOATS = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 STORED = [*FLOATS, np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
-WIDTHS = [1, 7, 16, 64, 80, 96, 128, 192, 256, 576]
+WIDTHS = [1, 7, 16, 40, 64, 80, 96, 128, 128, 192, 256, 576]
+FEW = {64: [np.float32], 80: [np.float32, ml_dtypes.bfloat16], 96: [np.float32], 192: [np.float32], 256: [np.float32]}
+"""Types that are drawn of widths which have products of their own, so that at most 40 functions are compiled here."""
 STRIDES = ["plain", "token-major", "reversed", "every second", "fortran", "padded", "read-only"]
 drawn = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
@@ -80,8 +85,8 @@ def calls(draw):
     tokens = draw(st.sampled_from([0, 1, 3, 127, 128, 129, 300]))
     width, v_width = draw(st.sampled_from(WIDTHS)), draw(st.sampled_from(WIDTHS))
     q = numbers(rng, (batch, kv_heads * group, q_tokens, width), draw(st.sampled_from(FLOATS)))
-    k = numbers(rng, (batch, kv_heads, tokens, width), draw(st.sampled_from(STORED)))
-    v = numbers(rng, (batch, kv_heads, tokens, v_width), draw(st.sampled_from(STORED)))
+    k = numbers(rng, (batch, kv_heads, tokens, width), draw(st.sampled_from(FEW.get(width, STORED))))
+    v = numbers(rng, (batch, kv_heads, tokens, v_width), draw(st.sampled_from(FEW.get(v_width, STORED))))
     k, v = laid_out(k, draw(st.sampled_from(STRIDES))), laid_out(v, draw(st.sampled_from(STRIDES)))
     return Drawn(laid_out(q, draw(st.sampled_from(STRIDES))), k, v, draw_options(draw, rng, q, k))
 
@@ -124,13 +129,64 @@ def draw_positions(draw, rng, q, tokens):
 
 
 @drawn
-@given(call=calls())
-def test_every_option_at_once_gives_the_oracles_answer(call):
-    got = treeattn.attention(*call, **call.options, return_lse=True, backend="cpu")
+@given(call=calls(), portable=st.sampled_from("01"))
+def test_every_option_at_once_gives_the_oracles_answer(call, portable):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TREEATTN_PORTABLE", portable)
+        got = treeattn.attention(*call, **call.options, return_lse=True, backend="cpu")
+        spec, _ = resolve(*call, Options(**call.options))
+        listed = dict(specialisations()).values()
+        assert all(part in listed for part in parts_of(spec).values())
     assert_attention(got, *call, **call.options)
 
 
-def standard(dtype=np.float32, seed=0, q_heads=8, kv_heads=2, q_tokens=1, tokens=5000, width=64):
+@pytest.mark.parametrize("portable", ["0", "1"])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 15])
+def test_queries_of_bfloat16_give_the_same_on_both_paths(monkeypatch, portable, group):
+    monkeypatch.setenv("TREEATTN_PORTABLE", portable)
+    q, k, v = standard(ml_dtypes.bfloat16, q_heads=2 * group, tokens=700)
+    state, right = treeattn.partial_attention(q, k, v), dense(q, k, v)
+    assert_close(state.o / state.l[..., None], right.out, 2e-6 * np.abs(right.out).max())
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=lambda dtype: np.dtype(dtype).name)
+def test_no_type_costs_more_than_two_millionths(dtype):
+    """Sums and weights are float32 whatever the storage."""
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((1, 8, 1, 128), dtype=np.float32)
+    k, v = (numbers(rng, (1, 2, 3000, 128), dtype) for _ in "kv")
+    options = {"scale": 1e-3} if dtype is np.int8 else {}
+    state, right = treeattn.partial_attention(q, k, v, **options), dense(q, k, v, **options)
+    assert_close(state.o / state.l[..., None], right.out, 2e-6 * np.abs(right.out).max())
+
+
+def test_narrow_values_lose_no_more_bits_than_numpys_matmul():
+    """The mean over many calls, for one may be lucky: a single running sum over the keys would lose twice as much."""
+    rng, ours, plain = np.random.default_rng(3), [], []
+    for _ in range(40):
+        q = rng.standard_normal((1, 1, 1, 16), dtype=np.float32)
+        k, v = (rng.standard_normal((1, 1, 130, width), dtype=np.float32) for width in (16, 2))
+        spec, args = resolve(q, k, v, Options())
+        right = dense(q, k, v).out
+        state, rounded = treeattn.partial_attention(q, k, v), plain_partial(spec, args)
+        ours.append(state.o / state.l[..., None] - right)
+        plain.append(rounded[..., :-2] / rounded[..., -2:-1] - right)
+    assert np.sqrt(np.mean(np.square(ours))) <= 1.2 * np.sqrt(np.mean(np.square(plain)))
+
+
+@pytest.mark.parametrize("left", [0, 700])
+def test_a_block_that_no_query_sees_is_not_read(left):
+    """Keys before the window, and after the query, lie where nothing can be read; whole blocks of them are skipped."""
+    q, k, v = standard(tokens=1024, kv_heads=1, q_heads=4)
+    position, count = 8 * 1024 + 1023, 17 * 1024
+    guarded = [unreadable_around(array, 8 * 1024, count) for array in (k, v)]
+    options = {"q_pos": np.array([position]), "kv_pos": 0, "causal": True, "window": (left, None)}
+    got = treeattn.attention(q, *guarded, **options, return_lse=True)
+    shown = slice(1023 - left, 1024)
+    assert_attention(got, q, k[:, :, shown], v[:, :, shown])
+
+
+def standard(dtype=np.float32, seed=0, q_heads=8, kv_heads=2, q_tokens=1, tokens=5000, width=128):
     rng = np.random.default_rng(seed)
     return [
         rng.standard_normal(shape).astype(dtype)
@@ -147,14 +203,32 @@ def test_long_keys_are_split_and_merged(dtype):
     assert_attention(treeattn.attention(q, k, v, **options, return_lse=True), q, k, v, **options)
 
 
+def unreadable_around(array, before, count):
+    """``count`` keys of which those of ``array`` begin at ``before``, and no other can be read."""
+    row, page = array.strides[2], mmap.PAGESIZE
+    memory = mmap.mmap(-1, count * row)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    placed = np.frombuffer(memory, array.dtype).reshape(1, 1, count, -1)
+    placed[:, :, before : before + array.shape[2]] = array
+    for first, stop in ((0, before), (before + array.shape[2], count)):
+        assert first * row % page == 0, "the guarded keys must be whole pages"
+        assert protect(start + first * row, (stop - first) * row) == 0, os.strerror(ctypes.get_errno())
+    return placed
+
+
+def protect(start, size):
+    """Let nobody read these pages."""
+    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+    return mprotect(ctypes.c_void_p(start), ctypes.c_size_t(size), 0)
+
+
 def unreadable_after(array):
     """A copy of ``array`` at the very end of its memory, followed by a page that can't be read."""
     page = mmap.PAGESIZE
     size = -(-array.nbytes // page) * page
     memory = mmap.mmap(-1, size + page)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    assert protect(ctypes.c_void_p(start + size), ctypes.c_size_t(page), 0) == 0, os.strerror(ctypes.get_errno())
+    assert protect(start + size, page) == 0, os.strerror(ctypes.get_errno())
     placed = np.frombuffer(memory, array.dtype, array.size, size - array.nbytes).reshape(array.shape)
     placed[...] = array
     return placed
@@ -294,7 +368,7 @@ class TestThreads:
 BITS = """
 import zlib, numpy as np, treeattn
 rng = np.random.default_rng(0)
-for width, options in ((64, {}), (33, {"causal": True, "softcap": 3.0, "mask": np.arange(700) != 5})):
+for width, options in ((128, {}), (33, {"causal": True, "softcap": 3.0, "mask": np.arange(700) != 5})):
     q, k, v = (rng.standard_normal((1, heads, n, width), dtype=np.float32) for heads, n in ((8, 2), (2, 700), (2, 700)))
     state = treeattn.partial_attention(q, k, v, **options)
     print(zlib.crc32(state.packed), zlib.crc32(state.merge(state).finish()))

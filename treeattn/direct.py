@@ -100,12 +100,9 @@ class DirectRound(MessageRound):
         super().__init__(step, records, transport, tally, busy=set(range(len(records.headers))))
         self._mirrored, self._places = records, [at for _, _, at in step.receives]
 
-    def post(self, full: bool) -> None:
-        """Send, and ask for what is to come, once the header is on the card."""
+    def swap(self, full: bool) -> Sequence[memoryview]:
+        """Send and receive, with the headers' copies in step."""
         self._mirrored.push()
-        super().post(full)
-
-    def headers(self) -> Sequence[memoryview]:
-        """Give the headers that came, from the card."""
+        headers = super().swap(full)
         self._mirrored.pull(self._places)
-        return super().headers()
+        return headers

@@ -1,0 +1,159 @@
+"""Stored rows in registers: how each storage type is loaded, a few vectors at a time, and widened."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from llvmlite import binding, ir
+from numba.core import cgutils as _cgutils
+
+from treeattn.kernels.compilation import inline
+from treeattn.kernels.vectors import DOUBLE, FLOAT, INT, LANES, Vectors
+
+cgutils: Any = _cgutils  # untyped
+
+__all__ = ["PAIRED", "UNITS", "Loads", "can_widen", "order", "padded", "stored_bytes"]
+
+Count: TypeAlias = Any  # of elements: a Python number, an int64 value, or None for all
+
+BIT, BYTE, SHORT, HALF = ir.IntType(1), ir.IntType(8), ir.IntType(16), ir.HalfType()
+
+ELEMENTS = {
+    "float32": (FLOAT, 4),
+    "float64": (DOUBLE, 8),
+    "float16": (HALF, 2),
+    "bfloat16": (SHORT, 2),
+    "int8": (BYTE, 1),
+    "float8_e4m3fn": (BYTE, 1),
+    "float8_e5m2": (BYTE, 1),
+}
+"""LLVM's type for each storage type, and its bytes."""
+
+PAIRED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""Types of which two elements are loaded into each lane. All even elements of a step come first, then all odd ones."""
+
+UNITS = {"float8_e4m3fn": 2.0**8}
+"""What the numbers that `Loads` gives have to be multiplied with, where that isn't 1; sums can be just as well."""
+
+
+def padded(width: int) -> int:
+    """Elements that a row takes in a working buffer: whole vectors, and whole pairs of them."""
+    return -(-width // (2 * LANES)) * 2 * LANES
+
+
+@inline
+def order(j: int, paired: int) -> int:
+    """Give the place of element ``j`` among those that a row's steps load."""
+    if not paired:
+        return j
+    rest = j % (2 * LANES)
+    return j - rest + rest // 2 + rest % 2 * LANES
+
+
+def stored_bytes(storage: str) -> int:
+    """Bytes of one element."""
+    return ELEMENTS[storage][1]
+
+
+def can_widen(storage: str) -> bool:
+    """Whether this processor widens the type in registers: all but halves, and what is read as halves, on old ones."""
+    return storage not in ("float16", "float8_e4m3fn", "float8_e5m2") or bool(
+        binding.get_host_cpu_features().get("f16c", True)
+    )
+
+
+class Loads:
+    """Loads one storage type.
+
+    Parameters
+    ----------
+    vectors : Vectors
+        float32, or float64 for storage of that type.
+    storage : str
+    """
+
+    def __init__(self, vectors: Vectors, storage: str) -> None:
+        self.vectors, self._builder, self._storage = vectors, vectors.builder, storage
+        self._element, self.size = ELEMENTS[storage]
+        self.step = vectors.lanes * (2 if storage in PAIRED else 1)
+
+    def load(self, address: Any, count: Count = None) -> list[Any]:
+        """Load the next ``step`` elements, of which only ``count`` are read and the others 0."""
+        raw = self._fetch(address, count)
+        widen = {
+            "float16": lambda: [self._builder.fpext(raw, self.vectors.type)],
+            "bfloat16": lambda: self._bfloat16(raw),
+            "int8": lambda: [self._builder.sitofp(raw, self.vectors.type)],
+            "float8_e5m2": lambda: self._e5m2(raw),
+            "float8_e4m3fn": lambda: self._e4m3fn(raw),
+        }
+        return widen[self._storage]() if self._storage in widen else [raw]
+
+    def load_row(self, address: Any, width: int) -> list[Any]:
+        """Load ``width`` elements; what fills the last vector up is 0."""
+        found = []
+        for at in range(0, width, self.step):
+            rest = width - at
+            found += self.load(self.vectors.advance(address, at, self.size), rest if rest < self.step else None)
+        return found
+
+    def raw(self, address: Any, count: Count, kind: Any) -> Any:
+        """Load a step as a vector of another type."""
+        return self._builder.bitcast(self._fetch(address, count), kind)
+
+    def _fetch(self, address: Any, count: Count) -> Any:
+        kind = ir.VectorType(self._element, self.step)
+        pointer = self.vectors.pointer(address, kind)
+        if count is None:
+            return self._builder.load(pointer, align=self.size)
+        mask = ir.VectorType(BIT, self.step)
+        signature = ir.FunctionType(kind, [pointer.type, INT, mask, kind])
+        name = f"llvm.masked.load.v{self.step}{self._element.intrinsic_name}.p0"
+        load = cgutils.get_or_insert_function(self._builder.module, signature, name)
+        nothing = ir.Constant(kind, None)
+        return self._builder.call(load, [pointer, ir.Constant(INT, self.size), self._below(count), nothing])
+
+    def _below(self, count: Count) -> Any:
+        """Give a mask of the lanes whose index is below ``count``."""
+        if isinstance(count, int):
+            return ir.Constant(ir.VectorType(BIT, self.step), [int(i < count) for i in range(self.step)])
+        numbers, builder = ir.VectorType(INT, self.step), self._builder
+        first = builder.insert_element(
+            ir.Constant(numbers, ir.Undefined), builder.trunc(count, INT), ir.Constant(INT, 0)
+        )
+        spread = self.vectors.shuffle(first, first, [0] * self.step)
+        return builder.icmp_signed("<", ir.Constant(numbers, list(range(self.step))), spread)
+
+    def _bfloat16(self, raw: Any) -> list[Any]:
+        """Shift the even ones to where a float32 has its upper half, and clear the even ones below the odd."""
+        vectors, builder = self.vectors, self._builder
+        pairs = builder.bitcast(raw, vectors.integers)
+        found = (builder.shl(pairs, vectors.whole(16)), builder.and_(pairs, vectors.whole(-(1 << 16))))
+        return [builder.bitcast(bits, vectors.type) for bits in found]
+
+    def _e5m2(self, raw: Any) -> list[Any]:
+        """Take each as the upper half of a float16."""
+        pairs, builder = self._shorts(raw), self._builder
+        return self._halves(builder.shl(pairs, self._short(8)), builder.and_(pairs, self._short(-(1 << 8))))
+
+    def _e4m3fn(self, raw: Any) -> list[Any]:
+        """Move the bits to a float16's place, where the exponent is 8 too small (`UNITS`); all ones are NaN."""
+        pairs, builder = self._shorts(raw), self._builder
+        return self._halves(*(self._e4m3fn_half(x) for x in (builder.shl(pairs, self._short(8)), pairs)))
+
+    def _e4m3fn_half(self, upper: Any) -> Any:
+        """Only for NaN does adding 1 to the magnitude reach bit 14, which with the others makes a float16's NaN."""
+        builder = self._builder
+        bits = builder.and_(builder.ashr(upper, self._short(1)), self._short(0xBF80 - (1 << 16)))
+        nan = builder.and_(builder.add(bits, self._short(0x80)), self._short(0x4000))
+        return builder.or_(bits, nan)
+
+    def _shorts(self, raw: Any) -> Any:
+        return self._builder.bitcast(raw, ir.VectorType(SHORT, self.vectors.lanes))
+
+    def _short(self, value: int) -> Any:
+        return ir.Constant(ir.VectorType(SHORT, self.vectors.lanes), [value] * self.vectors.lanes)
+
+    def _halves(self, *found: Any) -> list[Any]:
+        halves = ir.VectorType(HALF, self.vectors.lanes)
+        return [self._builder.fpext(self._builder.bitcast(bits, halves), self.vectors.type) for bits in found]

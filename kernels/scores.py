@@ -1,0 +1,258 @@
+"""Scores of a block of keys, q·k, at the memory's speed: each key is fetched once for up to 8 query rows.
+
+A vector's worth of dot products is summed together. For common widths the loop over a row is written out and queries
+stay in registers; all other widths share a kernel that loops over the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types as _types
+from numba.extending import intrinsic
+
+from treeattn.kernels.call import BLOCK, STORAGES
+from treeattn.kernels.compilation import part
+from treeattn.kernels.loads import Loads, stored_bytes
+from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
+
+types: Any = _types  # untyped: so are the functions made of it
+
+__all__ = ["SCORES", "scores_of"]
+
+SCORES = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
+"""(rows of q, bytes per row, rows, keys, bytes per key, number of keys, width, scores).
+
+Writes ``scores[row, key]``, of which a row has ``BLOCK``. Rows of q are `padded` with zeros, and in the order in which
+keys of the storage type are loaded.
+"""
+
+STRIP = 16384
+"""Bytes of keys that stay in the first-level cache while one tile of rows after the other uses them."""
+
+HELD = 16 if LANES == 16 else 4
+"""Vectors of the queries that are kept in registers."""
+
+
+class _Products:
+    """How a step of a key is multiplied with a step of a query: widened, in working precision."""
+
+    def __init__(self, vectors: Vectors, storage: str) -> None:
+        self.vectors, self.loads = vectors, Loads(vectors, storage)
+        self.per_step = self.loads.step // vectors.lanes
+        self.query = vectors.type
+
+    def key(self, address: Any, count: Any) -> list[Any]:
+        """Load a step of a key."""
+        return self.loads.load(address, count)
+
+    def add(self, key: Any, query: Any, total: Any) -> Any:
+        """Give ``key * query + total``; a total of None is 0."""
+        return self.vectors.multiply(key, query) if total is None else self.vectors.add_product(key, query, total)
+
+
+class _PairProducts(_Products):
+    """Two bfloat16 products per lane in one instruction, for queries of that type; it takes denormals as 0."""
+
+    def __init__(self, vectors: Vectors, storage: str) -> None:
+        super().__init__(vectors, storage)
+        self.per_step, self.query = 1, ir.VectorType(_BFloat(), self.loads.step)
+
+    def key(self, address: Any, count: Any) -> list[Any]:
+        """Load a step of a key as it is."""
+        return [self.loads.raw(address, count, self.query)]
+
+    def add(self, key: Any, query: Any, total: Any) -> Any:
+        """Give the sum of pairs of products, and ``total``."""
+        signature = ir.FunctionType(self.vectors.type, [self.vectors.type, self.query, self.query])
+        dot = self.vectors.builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", (), signature)
+        return self.vectors.builder.call(dot, [self.vectors.zero if total is None else total, key, query])
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+class _Tile:
+    """Writes the dot products of ``rows`` queries with one key after the other.
+
+    ``q`` is the first query's address, and ``q_t`` the bytes from one to the next. ``width`` is a Python number where
+    the loop over a row is to be written out, else an int64 value.
+    """
+
+    def __init__(self, products: _Products, q: Any, q_t: Any, rows: int, width: Any) -> None:
+        self._products, self._vectors = products, products.vectors
+        multiply, number = self._vectors.builder.mul, self._vectors.number
+        self._rows = [self._vectors.advance(q, multiply(number(row), q_t)) for row in range(rows)]
+        self._width, self._held = width, {}
+        if isinstance(width, int):
+            together = HELD // (-(-width // self._step) * products.per_step)
+            places = [(row, at) for row in range(min(rows, together)) for at in range(0, width, self._step)]
+            self._held = {place: self._load_query(*place) for place in places}
+
+    @property
+    def _step(self) -> int:
+        return self._products.loads.step
+
+    def times(self, key: Any) -> list[Any]:
+        """Multiply the key at this address with each query, lane by lane."""
+        return self._times_written_out(key) if isinstance(self._width, int) else self._times_in_a_loop(key)
+
+    def _times_written_out(self, key: Any) -> list[Any]:
+        totals: list[Any] = [None] * len(self._rows)
+        for at in range(0, self._width, self._step):
+            rest = self._width - at
+            totals = self._add_step(key, at, rest if rest < self._step else None, totals)
+            self._vectors.in_order(totals)
+        return totals
+
+    def _times_in_a_loop(self, key: Any) -> list[Any]:
+        vectors, step = self._vectors, self._vectors.number(self._step)
+        whole, rest = vectors.builder.udiv(self._width, step), vectors.builder.urem(self._width, step)
+        start = [vectors.zero] * len(self._rows)
+        totals = vectors.loop(
+            whole, start, lambda i, sums: self._add_step(key, vectors.builder.mul(i, step), None, sums)
+        )
+        some = vectors.builder.icmp_signed(">", rest, vectors.number(0))
+        return vectors.when(
+            some, totals, lambda sums: self._add_step(key, vectors.builder.mul(whole, step), rest, sums)
+        )
+
+    def _add_step(self, key: Any, at: Any, count: Any, totals: list[Any]) -> list[Any]:
+        """Add the products of the step that starts with element ``at``, of which ``count`` or all are read."""
+        chunks = self._products.key(self._vectors.advance(key, at, self._products.loads.size), count)
+        found = []
+        for row, total in enumerate(totals):
+            queries = self._held.get((row, at)) if isinstance(at, int) else None
+            for chunk, query in zip(chunks, queries or self._load_query(row, at), strict=True):
+                total = self._products.add(chunk, query, total)
+            found.append(total)
+        return found
+
+    def _load_query(self, row: int, at: Any) -> list[Any]:
+        """Load a step of a query: as many vectors as a key's step is widened to, one after the other."""
+        vectors, per_step = self._vectors, self._products.per_step
+        start = vectors.advance(self._rows[row], at, per_step * vectors.bytes // self._step)
+        places = [vectors.advance(start, i, vectors.bytes) for i in range(per_step)]
+        kind = self._products.query
+        return [vectors.builder.load(vectors.pointer(place, kind), align=vectors.size) for place in places]
+
+
+def _dots(
+    typingctx: Any,
+    storage: Any,
+    common: Any,
+    rows: Any,
+    q: Any,
+    q_t: Any,
+    k: Any,
+    k_t: Any,
+    keys: Any,
+    width: Any,
+    scores: Any,
+) -> Any:
+    """Write the scores of ``rows`` queries and all keys; ``common`` is the width if it is known, else 0."""
+    name, fixed, together = STORAGES[abs(storage.literal_value) - 1], common.literal_value, rows.literal_value
+    kind = _PairProducts if storage.literal_value < 0 else _Products
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        q, q_t, k, k_t, keys, width, scores = args[3:]
+        vectors = Vectors(builder, DOUBLE if name == "float64" else FLOAT)
+        tile = _Tile(kind(vectors, name), q, q_t, together, fixed or width)
+        _for_keys(vectors, tile, together, (k, k_t, keys), scores)
+        return context.get_dummy_value()
+
+    return types.void(storage, common, rows, *[types.int64] * 7), codegen
+
+
+def _for_keys(vectors: Vectors, tile: _Tile, rows: int, keys: tuple[Any, Any, Any], scores: Any) -> None:
+    """Write the loop over groups of keys whose dot products fill a vector; the last key stands in for missing ones."""
+    builder, (k, k_t, count), group = vectors.builder, keys, vectors.lanes // rows
+    last = builder.sub(count, vectors.number(1))
+
+    def body(index: Any, carried: list[Any]) -> list[Any]:
+        first = builder.mul(index, vectors.number(group))
+
+        def address(i: int) -> Any:
+            key = builder.add(first, vectors.number(i))
+            key = builder.select(builder.icmp_signed("<", key, last), key, last)
+            return vectors.advance(k, builder.mul(key, k_t))
+
+        found = _sums(vectors, lambda i: tile.times(address(i)), rows, 0, group)
+        for row in range(rows):
+            at = vectors.advance(vectors.advance(scores, first, vectors.size), row * BLOCK, vectors.size)
+            vectors.store(vectors.piece(found, row, group, rows), at)
+        return []
+
+    vectors.loop(builder.udiv(builder.add(last, vectors.number(group)), vectors.number(group)), [], body)
+
+
+def _sums(vectors: Vectors, products: Callable[[int], list[Any]], rows: int, key: int, keys: int) -> Any:
+    """Give a vector of the sums over lanes of all products of some keys, row by row within key by key.
+
+    Each key's products are added up as far as they go before the next key is loaded, which frees their registers.
+    """
+    if keys > 1:
+        first = _sums(vectors, products, rows, key, keys // 2)
+        second = _sums(vectors, products, rows, key + keys // 2, keys // 2)
+        return vectors.interleave_sums(first, second, rows * keys // 2)
+    width, found = 1, products(key)
+    while width < rows:
+        found = [vectors.interleave_sums(a, b, width) for a, b in zip(found[::2], found[1::2], strict=True)]
+        width *= 2
+    return found[0]
+
+
+dots: Any = intrinsic(prefer_literal=True)(_dots)
+
+
+@cache
+def scores_of(storage: str, common: int, pairs: bool) -> Callable[[], int]:
+    """Give the part that scores keys of a storage type.
+
+    Parameters
+    ----------
+    storage : str
+    common : int
+        The width that it is for, or 0 for any.
+    pairs : bool
+        Whether queries are bfloat16 too, and the processor multiplies those.
+    """
+    code = (STORAGES.index(storage) + 1) * (-1 if pairs else 1)
+    size, itemsize = stored_bytes(storage), 8 if storage == "float64" else 4
+    eight, four, two = (min(rows, LANES * 4 // itemsize) for rows in (8, 4, 2))
+
+    @part(SCORES)
+    def scores(q: int, q_t: int, rows: int, k: int, k_t: int, keys: int, width: int, scores: int) -> None:
+        strip = max(LANES, STRIP // (width * size) // LANES * LANES)
+        for first in range(0, keys, strip):
+            row, count = 0, min(strip, keys - first)
+            start, into = k + first * k_t, scores + first * itemsize
+            while row < rows:
+                at, found = q + row * q_t, into + row * BLOCK * itemsize
+                if rows - row >= eight:
+                    dots(code, common, eight, at, q_t, start, k_t, count, width, found)
+                    row += eight
+                elif rows - row >= four:
+                    dots(code, common, four, at, q_t, start, k_t, count, width, found)
+                    row += four
+                elif rows - row >= two:
+                    dots(code, common, two, at, q_t, start, k_t, count, width, found)
+                    row += two
+                else:
+                    dots(code, common, 1, at, q_t, start, k_t, count, width, found)
+                    row += 1
+
+    return scores
