@@ -23,7 +23,7 @@ from treeattn.kernels.code_folder import cache_folder
 
 config: Any = _config  # its settings appear at run time, out of a type checker's sight
 
-__all__ = ["Compilation", "account", "compilations", "entry", "inline", "loops", "part"]
+__all__ = ["Compilation", "account", "compilations", "entry", "inline", "loops", "part", "watching"]
 
 inline = numba.njit(error_model="numpy", nogil=True, fastmath=False)
 """For functions that kernels call: no contraction, so one sequence of operations gives the same bits everywhere.
@@ -60,11 +60,10 @@ def entry(signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
     def decorate(function: Callable[..., Any]) -> Callable[[], Any]:
         @cache
         def compiled() -> Any:
-            start = time.perf_counter()
-            with _compiling() as options:
+            with _noted(function) as hits, _compiling() as options:
                 dispatcher = numba.njit(**options, nogil=True)(function)
                 dispatcher.compile(signature)
-            _note(function, start, sum(dispatcher.stats.cache_hits.values()))
+                hits.extend(dispatcher.stats.cache_hits)
             return dispatcher
 
         return compiled
@@ -81,10 +80,9 @@ def part(signature: str) -> Callable[[Callable[..., Any]], Callable[[], int]]:
     def decorate(function: Callable[..., Any]) -> Callable[[], int]:
         @cache
         def compiled() -> Any:
-            start = time.perf_counter()
-            with _compiling() as options:
+            with _noted(function) as hits, _compiling() as options:
                 made = numba.cfunc(signature, **options)(function)
-            _note(function, start, made.cache_hits)
+                hits.extend(range(made.cache_hits))
             return made
 
         return lambda: int(compiled().address)
@@ -114,11 +112,31 @@ def account(done: Sequence[Compilation]) -> str:
     return ", ".join(parts) or "no function was compiled or loaded"
 
 
+@contextlib.contextmanager
+def watching(begin: Callable[[str], None], end: Callable[[Compilation], None]) -> Iterator[None]:
+    """Call ``begin`` with the name of each function that is about to be made ready, and ``end`` when it is."""
+    watcher = begin, end
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
 _done: list[Compilation] = []
+_watchers: list[tuple[Callable[[str], None], Callable[[Compilation], None]]] = []
 
 
-def _note(function: Callable[..., Any], start: float, hits: Any) -> None:
-    _done.append(Compilation(function.__name__, time.perf_counter() - start, bool(hits)))
+@contextlib.contextmanager
+def _noted(function: Callable[..., Any]) -> Iterator[list[Any]]:
+    """Note how long a function takes to be made ready; it was loaded if the list has anything in the end."""
+    name, hits, start = function.__name__.strip("_").replace("_", " "), list[Any](), time.perf_counter()
+    for begin, _ in _watchers:
+        begin(name)
+    yield hits
+    _done.append(Compilation(name, time.perf_counter() - start, bool(hits)))
+    for _, end in _watchers:
+        end(_done[-1])
 
 
 @contextlib.contextmanager

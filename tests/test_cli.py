@@ -50,11 +50,11 @@ def test_help_names_every_command_and_shows_examples(treeattn):
     for arguments in ((), ("--help",), ("-h",)):
         ended = treeattn(*arguments)
         assert ended.status == 0
-        assert all(f"\n  {command} " in ended.out for command in ("decode", "topology", "doctor"))
+        assert all(f"\n  {command} " in ended.out for command in ("decode", "topology", "doctor", "warmup"))
         assert "mpirun -n 4 treeattn decode" in ended.out
 
 
-@pytest.mark.parametrize("command", ["decode", "topology", "doctor"])
+@pytest.mark.parametrize("command", ["decode", "topology", "doctor", "warmup"])
 def test_every_command_explains_itself(treeattn, command):
     ended = treeattn(command, "--help")
     assert ended.status == 0

@@ -15,6 +15,7 @@ from treeattn.cli.doctor import doctor
 from treeattn.cli.failure import run_command
 from treeattn.cli.plan import plan
 from treeattn.cli.topology import topology
+from treeattn.cli.warmup import warmup
 
 __all__ = ["commands", "main"]
 
@@ -22,6 +23,7 @@ EXAMPLES = """\b
 Examples:
   treeattn doctor --ranks 4
   treeattn topology --hosts a,a,b,b
+  treeattn warmup --dtype bfloat16
   treeattn decode --tokens 131072 --ranks 4 --verify
   treeattn bench --ranks 2,4,8 --plot comparison.png
   mpirun -n 4 treeattn decode --q-heads 32 --kv-heads 8
@@ -30,7 +32,7 @@ Examples:
 
 @click.group(
     "treeattn",
-    commands=[decode, bench, plan, topology, doctor],
+    commands=[decode, bench, plan, topology, doctor, warmup],
     invoke_without_command=True,
     epilog=EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.arrays import FLOAT_DTYPES
-from treeattn.cli.options import json_option, on_ranks, plan_options, read_algorithm, read_window
+from treeattn.cli.options import json_option, on_ranks, plan_options, read_algorithm, shape_options
 from treeattn.cli.output import console, counts, print_rows, write_json
 from treeattn.cli.workload import Workload
 
@@ -40,22 +39,7 @@ def _check(*, plan: str, **options: Any) -> None:
 @click.option(
     "--tokens", type=click.IntRange(1), default=8192, show_default=True, help="Context, on all ranks together."
 )
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--q-heads", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--q-tokens", type=click.IntRange(1), default=1, show_default=True, help="Query tokens, the last ones.")
-@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True, help="Width of q and k.")
-@click.option("--v-head-dim", type=click.IntRange(1), help="Width of v.  [default: as --head-dim]")
-@click.option("--dtype", type=click.Choice(FLOAT_DTYPES), default="float32", show_default=True, help="Type of q, k, v.")
-@click.option("--layout", type=click.Choice(["bhtd", "bthd"]), default="bhtd", show_default=True)
-@click.option("--causal", is_flag=True, help="Query tokens see no later ones.")
-@click.option(
-    "--window",
-    callback=read_window,
-    metavar="LEFT,RIGHT",
-    help="See LEFT tokens back and RIGHT ahead; none = no limit.",
-)
-@click.option("--softcap", type=float, help="Bound logits softly to this size.")
+@shape_options
 @click.option(
     "--algorithm", callback=read_algorithm, default="tree", show_default=True, help="The tree, or a baseline."
 )

@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 
 import click
 
+from treeattn.arrays import FLOAT_DTYPES
 from treeattn.errors import InputError
+from treeattn.inputs import LAYOUTS
 from treeattn.launch import launched, run
 
-__all__ = ["json_option", "on_ranks", "plan_options", "read_algorithm", "read_window"]
+__all__ = ["json_option", "on_ranks", "plan_options", "read_algorithm", "read_window", "shape_options"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -56,6 +58,33 @@ def read_json_file(ctx: click.Context, param: click.Parameter, value: str | None
     if value not in (None, "-") and (here is None or here.rank == 0) and not Path(value).absolute().parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), value)
     return value
+
+
+def shape_options(command: Command) -> Command:
+    """Add what a model's decode step looks like: heads, widths, type, layout, and which keys are seen."""
+    positive = click.IntRange(1)
+    for option in (
+        click.option("--softcap", type=float, help="Bound logits softly to this size."),
+        click.option(
+            "--window",
+            callback=read_window,
+            metavar="LEFT,RIGHT",
+            help="See LEFT tokens back and RIGHT ahead; none = no limit.",
+        ),
+        click.option("--causal", is_flag=True, help="Query tokens see no later ones."),
+        click.option("--layout", type=click.Choice(LAYOUTS), default="bhtd", show_default=True),
+        click.option(
+            "--dtype", type=click.Choice(FLOAT_DTYPES), default="float32", show_default=True, help="Type of q, k, v."
+        ),
+        click.option("--v-head-dim", type=positive, help="Width of v.  [default: as --head-dim]"),
+        click.option("--head-dim", type=positive, default=128, show_default=True, help="Width of q and k."),
+        click.option("--q-tokens", type=positive, default=1, show_default=True, help="Query tokens, the last ones."),
+        click.option("--kv-heads", type=positive, default=8, show_default=True),
+        click.option("--q-heads", type=positive, default=32, show_default=True),
+        click.option("--batch", type=positive, default=1, show_default=True),
+    ):
+        command = option(command)
+    return command
 
 
 def plan_options(command: Command) -> Command:
