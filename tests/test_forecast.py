@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from treeattn.costs import CostModel, cost
 from treeattn.forecast import ALGORITHMS, EFFICIENCY, Cluster, Demand, forecast, smallest_fit
 from treeattn.inputs import Options
 from treeattn.planner import choose_radices, plan_allreduce
-from treeattn.published import CHOSEN, GUIDE_MS, PAPER, error, fitted, paper_seconds
+from treeattn.published import CHOSEN, GUIDE_MS, PAPER, error, fitted, measured_step, paper_seconds
 from treeattn.testing import run_ranks
 
 LLAMA = Demand(MODELS["llama-3-8b"], 2**20)
@@ -164,6 +166,29 @@ def test_rows_of_other_machines_are_predicted_from_those_of_one(machine):
     if machine == "rtx4090":
         ring = [paper_seconds(row, assumed)[1] / row.ring for row in unseen]
         assert all(0.8 < factor < 1.7 for factor in ring)
+
+
+NETLAB = json.loads((Path(__file__).parents[1] / "benchmarks" / "netlab.json").read_text())
+FACTOR = {10: 1.2, 1: 2.1}
+"""By milliseconds of the wire. At 1 ms, up to 8 ranks and the program that is the wire wait for two cores as long as
+for messages, and no model of messages knows of that."""
+
+
+@pytest.mark.parametrize("run", NETLAB["runs"], ids=lambda run: f"{run['hosts']} hosts, {run['delay_ms']} ms")
+def test_measured_steps_are_forecast_from_a_lone_message_and_a_lone_kernel(run):
+    """What was measured is the world that a forecast speaks of, and no expected value of what any code computes.
+
+    The steps themselves are not used to calibrate.
+    """
+    for name, times in run["step_ms"].items():
+        factor = measured_step(run, name) / statistics.median(times)
+        assert 1 / FACTOR[run["delay_ms"]] < factor < FACTOR[run["delay_ms"]], name
+
+
+def test_measured_at_ten_milliseconds_the_algorithms_come_in_the_order_of_the_forecast():
+    for run in (run for run in NETLAB["runs"] if run["delay_ms"] == 10 and run["hosts"] > 2):
+        measured = sorted(run["step_ms"], key=lambda name: statistics.median(run["step_ms"][name]))
+        assert measured == sorted(run["step_ms"], key=lambda name: measured_step(run, name))
 
 
 def test_the_papers_eightfold_at_128_gpus_is_that_of_a_ring_of_states():

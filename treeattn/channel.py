@@ -11,7 +11,6 @@ from treeattn.gpu_mpi import Verdict
 from treeattn.guard import Guard
 from treeattn.rounds import Tally
 from treeattn.transport import Mark, Silence, Transport
-from treeattn.window import Window
 
 __all__ = ["Channel"]
 
@@ -40,7 +39,6 @@ class Channel:
         self.rank, self.size = transport.rank, transport.size
         self.step, self.freed = 0, False
         self._branches: list[Transport] = []
-        self.window: Window | None = None
         self.gpu_memory = Verdict((), "not asked")
         self.name_hosts(("unknown",) * self.size)
 
@@ -112,7 +110,6 @@ class Channel:
         with self.guard:
             self.guard.close("this communicator was freed")
             self.freed = True
-            self.window = None
             for transport in (*self._branches, self.transport):
                 transport.free()
 

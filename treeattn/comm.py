@@ -18,6 +18,7 @@ from treeattn.channel import Channel
 from treeattn.errors import InputError
 from treeattn.gpu_mpi import Verdict, agreed
 from treeattn.joining import Settings, map_hosts, open_transport, under_launcher
+from treeattn.lanes import Lanes, Reduction
 from treeattn.plan import Plan, Radices, Stats, Usage
 from treeattn.planner import choose_radices, plan_allreduce, plan_bcast, plan_reduce
 from treeattn.session import Session
@@ -95,7 +96,8 @@ class TreeComm:
     ) -> None:
         self._channel = Channel(open_transport(comm, timeout))
         self.rank, self.size = self._channel.rank, self._channel.size
-        self._session = Session(self._channel, self.plan_for)
+        self._session = Session(self._channel, self._plan)
+        self._lanes = Lanes(self._channel, self._open_lane)
         self._guard = self._channel.guard
         self._signatures: dict[Any, Signature] = {}
         try:
@@ -122,7 +124,7 @@ class TreeComm:
         channel.name_hosts(settings.hosts or map_hosts(transport, names, self.consult))
         settings.check_plan(channel.hosts)
         if transport.shares_memory:
-            channel.window = open_window(channel.hosts, self.rank, self.consult)
+            self._session.window = open_window(channel.hosts, self.rank, self.consult)
         self._radices, self.deterministic = settings.radices, settings.deterministic
 
     @property
@@ -145,13 +147,21 @@ class TreeComm:
         root : int, optional
             The only rank that wants the result.
         """
-        radices = self._radices_for(payload_bytes)
+        return self._plan(payload_bytes, root, self._session.window is not None)
+
+    def _plan(self, payload_bytes: int, root: int | None, shares_memory: bool) -> Plan:
+        radices = self._radices_for(payload_bytes, shares_memory)
         if root is None:
             return plan_allreduce(self.hosts, radices, deterministic=self.deterministic)
         return plan_reduce(self.hosts, root, radices, deterministic=self.deterministic)
 
-    def _radices_for(self, payload_bytes: int) -> Radices:
-        shared = self._channel.window is not None and payload_bytes <= STATE_BYTES
+    def _open_lane(self) -> Session:
+        """Make a lane, with memory of its own where the communicator has any; collective."""
+        memory = self._session.window and open_window(self.hosts, self.rank, self._consult_fields)
+        return Session(self._channel, self._plan, memory, self._session.agreed)
+
+    def _radices_for(self, payload_bytes: int, shares_memory: bool) -> Radices:
+        shared = shares_memory and payload_bytes <= STATE_BYTES
         radices = self._radices or choose_radices(self.hosts, payload_bytes, shared=shared)
         return radices if shared or radices.inside != "shared" else replace(radices, inside=None)
 
@@ -220,6 +230,35 @@ class TreeComm:
         assert merged is not None, "without a root, every rank has the result"
         return merged
 
+    def allreduce_begin(self, state: PartialState, *, out: PartialState | None = None) -> Reduction:
+        """Begin to merge the states of all ranks, and compute something else until the result is wanted.
+
+        Up to `treeattn.lanes.IN_FLIGHT` (8) may be in flight. All ranks begin and end them in the same order; calls of
+        other methods may come in between. What the first ranks of hosts have to pass on moves in later calls.
+
+        Parameters
+        ----------
+        state : PartialState
+            This rank's, of the same shape and dtype on every rank; it may be overwritten once this returns.
+        out : PartialState, optional
+            A state to overwrite at the end.
+
+        Returns
+        -------
+        Reduction
+            Its ``end()`` gives the merged state, with the bits of `allreduce`, or raises what `allreduce` would. (If
+            nothing was merged on this communicator before, this call raises it.)
+
+        Examples
+        --------
+        >>> import treeattn
+        >>> comm = treeattn.TreeComm()
+        >>> begun = [comm.allreduce_begin(treeattn.PartialState.identity((1, n, 1, 4))) for n in (2, 3)]
+        >>> [each.end().shape for each in begun]
+        [(1, 2, 1, 4), (1, 3, 1, 4)]
+        """
+        return self.begin(self._attempt("allreduce_begin", state, None), out=out)
+
     def reduce(self, state: PartialState, root: int = 0) -> PartialState | None:
         """Merge the states of all ranks; ``root`` gets the result, with the bits of `allreduce`, others None.
 
@@ -267,7 +306,7 @@ class TreeComm:
             told = self._consult(Description("bcast", root, values={"array": describe(given)}), error)
             dtype, shape = check_alike([each["array"] for each in told], root)
             data = given if given is not None and self.rank == root else np.empty(shape, dtype)
-            plan = plan_bcast(self.hosts, root, self._radices_for(data.nbytes))
+            plan = plan_bcast(self.hosts, root, self._radices_for(data.nbytes, self._session.window is not None))
             self._channel.call(broadcast, plan, self._channel.transport, data, self._channel.tally)
             return data
 
@@ -281,8 +320,10 @@ class TreeComm:
         """
         if self.usable:
             self.consult("free", (), {})
+            self._lanes.complete()
             self._channel.free()
             self._session.forget()
+            self._lanes.forget()
 
     def __enter__(self) -> TreeComm:
         return self
@@ -313,6 +354,41 @@ class TreeComm:
             if attempt.error is not None or attempt.state is None:
                 raise attempt.error or InputError.of("attempt", expected="a state or an error", got="neither")
             return attempt.state if out is None else _copy(attempt.state, out)
+
+    def begin(self, attempt: Attempt, *, out: PartialState | None = None) -> Reduction:
+        """Begin what `exchange` does at once; what a pipelined `decode` is made of.
+
+        Parameters
+        ----------
+        attempt : Attempt
+            As in `exchange`; its state may be overwritten once this returns.
+        out : PartialState, optional
+            A state to overwrite at the end.
+
+        Returns
+        -------
+        Reduction
+            Its ``end_at_root()`` gives what `exchange` would.
+        """
+        attempt = attempt if out is None else _with_out(attempt, out)
+        if self.size > 1:
+            return self._lanes.begin(attempt, out)
+        merged = self.exchange(attempt, out=_copied(attempt) if out is None else out)
+        return Reduction(lambda: merged)
+
+    def beside(self, work: Callable[[], T]) -> T:
+        """Do ``work`` while what was begun moves on, as messages of MPI only do inside of calls.
+
+        Parameters
+        ----------
+        work : callable
+            It must not use the communicator, and runs on another thread.
+
+        Returns
+        -------
+        What ``work`` returns.
+        """
+        return self._lanes.beside(work)
 
     def consult(
         self,
@@ -345,7 +421,16 @@ class TreeComm:
             On every rank, if any has an error or ``fields`` differ.
         """
         with self._guard:
-            return self._consult(Description(operation, None, [list(pair) for pair in fields], values=values), error)
+            return self._consult_fields(operation, fields, values, error)
+
+    def _consult_fields(
+        self,
+        operation: str,
+        fields: tuple[tuple[str, Any], ...],
+        values: dict[str, Any],
+        error: Exception | None = None,
+    ) -> list[dict[str, Any]]:
+        return self._consult(Description(operation, None, [list(pair) for pair in fields], values=values), error)
 
     def converse(self, function: Callable[[Wire], T]) -> T:
         """Run an operation that has its own pattern of messages; collective.
@@ -374,7 +459,7 @@ class TreeComm:
 
     def _attempt(self, operation: str, state: Any, root: Any) -> Attempt:
         try:
-            root = None if operation == "allreduce" else _check_root(root, self.size)
+            root = None if operation in ("allreduce", "allreduce_begin") else _check_root(root, self.size)
             return Attempt(self._signature(operation, root, state), state, None)
         except Exception as error:  # whatever it is, the others must hear of it before it is raised here
             return Attempt(None, None, error)
@@ -403,6 +488,12 @@ def _with_out(attempt: Attempt, out: Any) -> Attempt:
     if state is None or attempt.error is not None or (isinstance(out, PartialState) and _alike(state, out)):
         return attempt
     return replace(attempt, error=InputError.of("out", expected=f"a state like {state!r}", got=repr(out)))
+
+
+def _copied(attempt: Attempt) -> PartialState | None:
+    """Give room for a copy of a state that its owner may soon overwrite."""
+    state = attempt.state
+    return None if state is None else PartialState(state.ops.empty(state._packed.shape, state.dtype.name), state.ops)
 
 
 def _alike(state: PartialState, out: PartialState) -> bool:

@@ -100,9 +100,12 @@ class DirectRound(MessageRound):
         super().__init__(step, records, transport, tally, busy=set(range(len(records.headers))))
         self._mirrored, self._places = records, [at for _, _, at in step.receives]
 
-    def swap(self, full: bool) -> Sequence[memoryview]:
-        """Send and receive, with the headers' copies in step."""
+    def post(self, full: bool) -> None:
+        """Send, and ask for what is to come, once the header is on the card."""
         self._mirrored.push()
-        headers = super().swap(full)
+        super().post(full)
+
+    def headers(self) -> Sequence[memoryview]:
+        """Give the headers that came, from the card."""
         self._mirrored.pull(self._places)
-        return headers
+        return super().headers()

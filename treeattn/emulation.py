@@ -17,7 +17,7 @@ import numpy as np
 
 from treeattn.errors import InputError
 from treeattn.topology import check_hosts
-from treeattn.transport import Bytes, Mark, Prepared, Transport
+from treeattn.transport import Bytes, Mark, Meanwhile, Prepared, Transport, nothing
 
 __all__ = ["Clock", "DelayedTransport", "Delays", "OwnTime", "WallTime"]
 
@@ -109,13 +109,18 @@ class _Message:
     data: Bytes
     delay: float | None
 
-    def arrive(self) -> float:
-        """Hand the data over; give the time from which it may be seen. What is only sent may always be."""
+    @property
+    def due(self) -> float:
+        """Time from which a message that is complete may be seen. What is only sent may always be."""
         if self.delay is None:
             return -np.inf
-        self.data[...] = self.framed[_STAMP.size :]
         sent_at: float = _STAMP.unpack(self.framed[: _STAMP.size].tobytes())[0]
         return sent_at + self.delay
+
+    def arrive(self) -> None:
+        """Hand the data over."""
+        if self.delay is not None:
+            self.data[...] = self.framed[_STAMP.size :]
 
 
 class DelayedTransport(Transport):
@@ -181,11 +186,13 @@ class DelayedTransport(Transport):
 
     shares_memory = False  # which would be faster than any delay
 
-    def wait(self, requests: Sequence[_Message | Prepared]) -> None:
+    def wait(self, requests: Sequence[_Message | Prepared], meanwhile: Meanwhile = nothing) -> None:
         """Wait until all are complete and due."""
         messages = [each.started if isinstance(each, Prepared) else each for each in requests]
-        self._carrier.wait([message.request for message in messages])
-        self._wait_until([message.arrive() for message in messages])
+        self._carrier.wait([message.request for message in messages], meanwhile)
+        self._wait_until([message.due for message in messages])
+        for message in messages:
+            message.arrive()
 
     @property
     def needs_progress(self) -> bool:  # type: ignore[override]
@@ -193,9 +200,10 @@ class DelayedTransport(Transport):
         return self._carrier.needs_progress
 
     def progress(self, requests: Sequence[_Message | Prepared]) -> bool:
-        """Let the carrier's messages move; they may be complete before they are due."""
+        """Let the carrier's messages move; give whether all are complete and due."""
         messages = [each.started if isinstance(each, Prepared) else each for each in requests]
-        return self._carrier.progress([message.request for message in messages])
+        moved = self._carrier.progress([message.request for message in messages])
+        return moved and max((message.due for message in messages), default=0.0) <= self._clock()
 
     def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
         """Wait for what is no message, and has no delay."""

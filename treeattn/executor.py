@@ -12,7 +12,7 @@ from treeattn.direct import DeviceRecords, DirectOps, DirectRound
 from treeattn.plan import Plan, Usage
 from treeattn.rounds import MessageRound, Records, Tally, WindowRound, places_of
 from treeattn.state import PartialState
-from treeattn.transport import Transport
+from treeattn.transport import Meanwhile, Transport, nothing
 from treeattn.window import Window
 from treeattn.wire_form import WireForm
 
@@ -57,6 +57,7 @@ class Exchange:
         self.rounds = self._prepare()
         self._ahead = [request for each in self.rounds for request in each.ahead]
         self._cost = len(plan.rounds), plan.rounds_between
+        self._header, self._bytes, self._at = Header(0, 0, 0, 0), b"", len(self.rounds)
         if self._ahead:
             transport.start(self._ahead)
 
@@ -83,7 +84,12 @@ class Exchange:
         self.records.load(state)
 
     def run(self, own: Header) -> Header:
-        """Follow the plan and give the header that all ranks' headers combine to.
+        """Follow the plan and give the header that all ranks' headers combine to: `begin`, and `complete`."""
+        self.begin(own)
+        return self.complete()
+
+    def begin(self, own: Header) -> None:
+        """Start to follow the plan.
 
         A rank whose header so far is not clean sends headers alone: its payload, if it has one, is worth nothing
         to anybody. Receives have room for a full message in any case.
@@ -93,22 +99,48 @@ class Exchange:
         own : Header
             This rank's; a status means that nothing was loaded.
         """
-        header, packed = own, own.pack()
-        mine = self.records.headers[0]
-        mine[:] = packed
-        for each in self.rounds:
-            for received in each.swap(header.status == 0):
-                if received != packed:
-                    header = header.combine(Header.unpack(received))
-            if header is not own:
-                packed = header.pack()
-                mine[:] = packed
-            if header.status == 0:
-                each.merge()
+        self._header, self._bytes, self._at = own, own.pack(), 0
+        self.records.headers[0][:] = self._bytes
+        self._post()
+
+    def advance(self) -> None:
+        """Follow the plan as far as it goes without waiting."""
+        while not self.over and self.rounds[self._at].arrived():
+            self._go_on(nothing)
+
+    @property
+    def over(self) -> bool:
+        """Whether the plan was followed to its end."""
+        return self._at == len(self.rounds)
+
+    def complete(self, meanwhile: Meanwhile = nothing) -> Header:
+        """Follow the plan to its end; ``meanwhile()`` is called during waits."""
+        while not self.over:
+            self._go_on(meanwhile)
+        return self._header
+
+    def _post(self) -> None:
+        if not self.over:
+            self.rounds[self._at].post(self._header.status == 0)
+            return
         if self._ahead:
             self.transport.start(self._ahead)
         self.ran()
-        return header
+
+    def _go_on(self, meanwhile: Meanwhile) -> None:
+        """End one round and start the next."""
+        at, before = self.rounds[self._at], self._header
+        at.wait(meanwhile)
+        for received in at.headers():
+            if received != self._bytes:
+                self._header = self._header.combine(Header.unpack(received))
+        if self._header is not before:
+            self._bytes = self._header.pack()
+            self.records.headers[0][:] = self._bytes
+        if self._header.status == 0:
+            at.merge()
+        self._at += 1
+        self._post()
 
     def ran(self) -> None:
         """Take note that the plan was followed once."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from treeattn.errors import CommError, InputError, MissingDependencyError, RankTimeout
 from treeattn.gpu_mpi import Verdict, ask
 from treeattn.launch import abort, launched
-from treeattn.transport import Bytes, Mark, Silence, Transport
+from treeattn.transport import Bytes, Mark, Meanwhile, Silence, Transport, nothing
 from treeattn.waiting import Patience, nap
 
 __all__ = ["MpiTransport", "cached_on", "import_mpi", "world_transport"]
@@ -148,11 +148,18 @@ class MpiTransport(Transport):
         """Start prepared requests."""
         self._startall(requests)
 
-    def wait(self, requests: Sequence[Any]) -> None:
+    def wait(self, requests: Sequence[Any], meanwhile: Meanwhile = nothing) -> None:
         """Wait until all are complete."""
         testall = self._testall
+
+        def arrived() -> bool:
+            if testall(requests):
+                return True
+            meanwhile()
+            return False
+
         try:
-            self._patience.wait(lambda: testall(requests))
+            self._patience.wait(arrived)
         except BaseException:
             _stuck.append(requests)
             raise

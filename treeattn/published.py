@@ -1,4 +1,4 @@
-"""Times that others have published, and how far the forecast follows them.
+"""Times that others have published, or that were measured, and how far the forecast follows them.
 
 `PAPER` holds Tables 1 and 2 of arXiv 2408.04093 (v4): seconds for a prompt and ten tokens, by tree and by ring. Its
 ring rows cost what keys and values *of all query heads* take on the wire: 10 tokens x layers x (ranks - 1) hops of
@@ -9,17 +9,22 @@ Three numbers are no constants of nature, and have to be fitted: see `Assumption
 rows in view, for each machine apart, so that agreement there is a fit. `fitted` picks them from one machine's rows
 alone; the rows of the other machines are then predicted, and `error` tells how well. `benchmarks/published.py` prints
 both.
+
+Of runs that `benchmarks/netlab.py` has measured, `measured_step` forecasts every algorithm's step from what a lone
+message and a lone kernel took there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
-from treeattn.catalog import DEVICES, LINKS, MODELS
+from treeattn.catalog import DEVICES, LINKS, MODELS, Link, Model
+from treeattn.costs import DEFAULT_MODEL, CostModel
 from treeattn.forecast import Cluster, Demand, forecast
 
 __all__ = [
@@ -32,6 +37,7 @@ __all__ = [
     "Published",
     "error",
     "fitted",
+    "measured_step",
     "paper_seconds",
 ]
 
@@ -180,3 +186,36 @@ def _decode_seconds(row: Published, hop_us: float, staged_gb_per_s: float) -> tu
     tree = forecast("tree", demand, replace(cluster, model=replace(cluster.model, inside=inside)))
     ring = forecast("ring", demand, replace(cluster, model=with_hops))
     return NEW_TOKENS * tree.total / 1e3, NEW_TOKENS * ring.total / 1e3
+
+
+def measured_step(run: Mapping[str, Any], algorithm: str) -> float:
+    """Forecast the milliseconds of an algorithm's step in a run of `benchmarks/netlab.py`.
+
+    Parameters
+    ----------
+    run : mapping
+        One of the ``runs`` of ``benchmarks/netlab.json``; its ``step_ms`` is not looked at.
+    algorithm : str
+    """
+    shape, ranks = run["shape"], run["ranks"]
+    model = Model(1, shape["q_heads"], shape["kv_heads"], shape["head_dim"], 0.0)
+    demand = Demand(model, shape["tokens"], kv_itemsize=4)
+    kernel = {int(tokens): ms for tokens, ms in run["kernel_ms"].items()}
+    reading = max(kernel[shape["tokens"] // ranks] - kernel[1], 1e-3)
+    link = _measured_link({int(nbytes): ms for nbytes, ms in run["one_way_ms"].items()})
+    costs = CostModel(link, link, merge_gb_per_s=DEFAULT_MODEL.merge_gb_per_s, round_us=DEFAULT_MODEL.round_us)
+    cluster = Cluster(ranks, ranks // run["hosts"], demand.kv_bytes / ranks / reading / 1e6, costs)
+    start: float = kernel[1]
+    return start + forecast(algorithm, demand, cluster).total
+
+
+def _measured_link(one_way: Mapping[int, float]) -> Link:
+    """Take latency from the shortest message, bandwidth from the two longest, and what is left as a handshake."""
+    short, _, limit, long = sorted(one_way)
+    gb_per_s = (long - limit) / (one_way[long] - one_way[limit]) / 1e6
+    handshake = 1e3 * (one_way[limit] - one_way[short]) - limit / (gb_per_s * 1e3)
+    return Link(1e3 * one_way[short], gb_per_s, "measured", 1.0, ((TCP_EAGER_BYTES, max(0.0, handshake)),))
+
+
+TCP_EAGER_BYTES = 65536
+"""What Open MPI sends over TCP before it asks, btl_tcp_eager_limit."""

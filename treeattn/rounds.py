@@ -1,7 +1,8 @@
 """One rank's part in one round of a plan, with its buffers, requests and merges prepared: by messages, or in a window.
 
-Both kinds of round have the same two methods, which `treeattn.executor` calls in turn: ``swap`` sends and receives
-and gives the headers that came, ``merge`` merges what came.
+Both kinds of round have the same methods, which `treeattn.executor` calls in turn: ``post`` sends and asks for what
+is to come, ``arrived`` says whether all of it is here, ``wait`` waits until it is, ``headers`` gives the headers that
+came, and ``merge`` merges what came.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy.typing as npt
 
 from treeattn.plan import HEADER_BYTES, RankRound, Stats, Usage
 from treeattn.state import PartialState, StateOps
-from treeattn.transport import Bytes, Silence, Transport
+from treeattn.transport import Bytes, Meanwhile, Silence, Transport, nothing
+from treeattn.waiting import nap
 from treeattn.window import Window, compiled
 from treeattn.wire_form import WireForm, merger
 
@@ -135,24 +137,35 @@ class MessageRound:
         self._alone = cut(0, 0)  # record 0's header, the whole message of a rank with no payload
         self._headers = [records.headers[at] for _, _, at in step.receives]
         self._mergers = [records.merger([records.payloads[at] for at in sources]) for sources in step.merges]
+        self._awaited: list[Any] = []
 
-    def swap(self, full: bool) -> Sequence[memoryview]:
-        """Send and receive; without a payload, ``full`` false, headers alone are sent."""
+    def post(self, full: bool) -> None:
+        """Send, and ask for what is to come; without a payload, ``full`` false, headers alone are sent."""
         if self._late:
             self._transport.start(self._late)
         if full:
             if self._sends:
                 self._transport.start(self._sends)
-            awaited = self._both
+            self._awaited = self._both
             for dest, size in self._sizes:
                 self._tally.sent(dest, size)
         else:
-            awaited = [*self._receives, *map(self._send_header, (dest for dest, _ in self._sizes))]
+            self._awaited = [*self._receives, *map(self._send_header, (dest for dest, _ in self._sizes))]
+
+    def arrived(self) -> bool:
+        """Whether all is here; `wait` then only hands it over."""
+        return self._transport.progress(self._awaited)
+
+    def wait(self, meanwhile: Meanwhile) -> None:
+        """Wait until all is here."""
         try:
-            self._transport.wait(awaited)
+            self._transport.wait(self._awaited, meanwhile)
         except Silence as silence:
             silence.round = self._step.number
             raise
+
+    def headers(self) -> Sequence[memoryview]:
+        """Give the headers that came."""
         return self._headers
 
     def _send_header(self, dest: int) -> Any:
@@ -187,6 +200,7 @@ class WindowRound:
         self._publish, self._collect, self._waiting = code.publish_at(), code.collect_at(), code.WAITING
         self._sleep = code.sleep_at()
         self._different, self._ordinal, self.published = code.DIFFERENT, ordinal, False
+        self._found = code.WAITING
         sources = [source for source, _, _ in step.receives]
         self._slots = [np.array([window.address(rank, use) for rank in sources], np.int64) for use in (0, 1)]
         self._headers = [[window.header(rank, use) for rank in sources] for use in (0, 1)]
@@ -206,8 +220,8 @@ class WindowRound:
         found.setdefault(0, records.payloads[0])
         return [records.merger([found[at] for at in sources]) for sources in self._step.merges]
 
-    def swap(self, full: bool) -> Sequence[memoryview]:
-        """Publish and wait for the others; gives no headers where all are this rank's."""
+    def post(self, full: bool) -> None:
+        """Publish; without a payload, ``full`` false, the header alone."""
         use, (header, payload) = self._use, self._own
         if self._step.sends and not self.published:
             filled = full and any(slots for _, slots in self._step.sends)
@@ -216,19 +230,38 @@ class WindowRound:
                 self._records.payload_bytes if filled else 0, use,
             )  # fmt: skip
         self.published = False
-        slots, found = self._slots[use % 2], self._waiting
 
-        def all_are_here() -> bool:
-            nonlocal found
-            found = self._collect(slots, header, use, SPINS, YIELDS)
-            return bool(found != self._waiting)
+    def arrived(self) -> bool:
+        """Whether the others have published."""
+        return self._look(1, 0)
 
-        try:
-            self._transport.wait_for(all_are_here, lambda: self._sleep(slots, use, SLEEP.ctypes.data))
+    def _look(self, spins: int, yields: int) -> bool:
+        use = self._use
+        self._found = self._collect(self._slots[use % 2], self._own[0], use, spins, yields)
+        return bool(self._found != self._waiting)
+
+    def wait(self, meanwhile: Meanwhile) -> None:
+        """Wait until the others have published."""
+        slots, use = self._slots[self._use % 2], self._use
+
+        def published() -> bool:
+            if self._look(SPINS, YIELDS):
+                return True
+            meanwhile()
+            return False
+
+        def sleep() -> None:
+            self._sleep(slots, use, SLEEP.ctypes.data)
+
+        try:  # asleep, a rank would not move on what else is in flight
+            self._transport.wait_for(published, sleep if meanwhile is nothing else nap)
         except Silence as silence:
             silence.round = self._step.number
             raise
-        return self._headers[use % 2] if found == self._different else ()
+
+    def headers(self) -> Sequence[memoryview]:
+        """Give the headers of the others, or none where all are this rank's own."""
+        return self._headers[self._use % 2] if self._found == self._different else ()
 
     def merge(self) -> None:
         """Merge what came."""

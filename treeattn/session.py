@@ -17,6 +17,8 @@ from treeattn.executor import Exchange
 from treeattn.plan import Plan
 from treeattn.state import PartialState
 from treeattn.swap import Swap
+from treeattn.transport import Meanwhile, nothing
+from treeattn.window import Window
 from treeattn.wire_form import WireForm
 
 __all__ = ["Session"]
@@ -32,32 +34,73 @@ class Session:
     ----------
     channel : Channel
     plan_for : callable
-        Gives the plan for (payload bytes, root).
+        Gives the plan for (payload bytes, root, whether ranks of a host share memory).
+    window : Window, optional
+        Memory of this session alone.
+    agreed : Signature, optional
+        What all ranks agree on already, if anything.
     """
 
-    def __init__(self, channel: Channel, plan_for: Callable[[int, int | None], Plan]) -> None:
-        self._channel, self._plan_for = channel, plan_for
-        self._agreed: Signature | None = None
+    def __init__(
+        self,
+        channel: Channel,
+        plan_for: Callable[[int, int | None, bool], Plan],
+        window: Window | None = None,
+        agreed: Signature | None = None,
+    ) -> None:
+        self._channel, self._plan_for, self.window, self.agreed = channel, plan_for, window, agreed
         self._exchanges: dict[Any, Exchange] = {}
+        self._exchange: Exchange | None = None
         self.swap: Swap | None = None
         self._begun = False
 
     def merge(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         """Run the agreed plan until it ends clean, agreeing anew where that is what is missing."""
         self.swap = None
-        if self._agreed is None:
+        self.begin(attempt)
+        merged = self.end(out)
+        self._prepare_swap(self._running, self._attempt)
+        return merged
+
+    def begin(self, attempt: Attempt) -> None:
+        """Start to run the agreed plan, with this rank's payload or with what keeps it from sending one."""
+        if self.agreed is None:
             self._describe(attempt)
-            self._agreed = attempt.signature
+            self.agreed = attempt.signature
+        self._exchange = self._exchange_of(self.agreed, attempt.state)
+        self._attempt, header = self._load(self._exchange, attempt)
+        self._channel.call(self._running.begin, header)
+
+    def advance(self) -> None:
+        """Go on with what was begun, without waiting."""
+        self._running.advance()
+
+    @property
+    def _running(self) -> Exchange:
+        assert self._exchange is not None, "nothing was begun"
+        return self._exchange
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to wait for in what was begun."""
+        return self._running.over
+
+    def complete(self) -> None:
+        """Wait for the end of what was begun, and leave its result."""
+        self._running.complete()
+
+    def end(self, out: PartialState | None, meanwhile: Meanwhile = nothing) -> PartialState | None:
+        """End what was begun; ``meanwhile()`` is called during waits."""
         while True:
-            exchange = self._exchange_of(self._agreed, attempt.state)
-            attempt, header = self._run(exchange, attempt)
+            header = self._channel.call(self._running.complete, meanwhile)
+            attempt = self._attempt
             if header.status not in (0, OTHER):
                 self._describe(attempt)
             # Equal digests are agreement: after a clean plan, or one to which all brought the same new signature.
-            self._agreed = attempt.signature
+            self.agreed = attempt.signature
             if header.status == 0:
-                self._prepare_swap(exchange, attempt)
-                return self._result(exchange, attempt, out)
+                return self._result(self._running, attempt, out)
+            self.begin(attempt)
 
     def _prepare_swap(self, exchange: Exchange, attempt: Attempt) -> None:
         signature, state = attempt.signature, attempt.state
@@ -75,17 +118,17 @@ class Session:
     def consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         """Go to the descriptions at once, having told the others so by way of the agreed plan."""
         self.swap = None
-        if self._agreed is not None:
-            self._pass(self._exchange_of(self._agreed), CONSULT, 0, 0)
+        if self.agreed is not None:
+            self._channel.call(self._exchange_of(self.agreed).run, self._step(CONSULT, 0, 0))
         return [each.values for each in self._negotiate(lambda: description, error)]
 
     def forget(self) -> None:
         """Let go of buffers and shared memory, when the communicator is freed."""
-        self.swap = None
+        self.swap = self.window = self._exchange = None
         self._exchanges.clear()
 
-    def _run(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:
-        """Take part in the agreed plan, with this rank's payload or with what keeps it from sending one."""
+    def _load(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:
+        """Take this rank's payload, if it has one that fits; give what there is to tell the others."""
         status, state = self._status(attempt), attempt.state
         if status == 0 and state is not None:
             try:
@@ -93,18 +136,19 @@ class Session:
             except Exception as error:  # a device may fail here, while the others can still be told
                 attempt, status = Attempt(None, None, error), ERROR
         digest = 0 if attempt.signature is None else attempt.signature.digest
-        return attempt, self._pass(exchange, status, digest, attempt.check)
+        return attempt, self._step(status, digest, attempt.check)
 
     def _status(self, attempt: Attempt) -> int:
         if attempt.error is not None or attempt.signature is None:
             return ERROR
-        return 0 if self._agreed is not None and attempt.signature.wire == self._agreed.wire else OTHER
+        return 0 if self.agreed is not None and attempt.signature.wire == self.agreed.wire else OTHER
 
-    def _pass(self, exchange: Exchange, status: int, digest: int, check: int) -> Header:
+    def _step(self, status: int, digest: int, check: int) -> Header:
+        """Count a step and give its header."""
         if not self._begun:  # by a swap
             self._channel.step += 1
         self._begun = False
-        return self._channel.call(exchange.run, Header(self._channel.step, status, digest, check))
+        return Header(self._channel.step, status, digest, check)
 
     @staticmethod
     def _result(exchange: Exchange, attempt: Attempt, out: PartialState | None) -> PartialState | None:
@@ -118,10 +162,10 @@ class Session:
                 self._channel.retire(self._exchanges.pop(next(iter(self._exchanges))).transport)
             root, shape, dtype = agreed.wire
             form = WireForm(shape, dtype)
-            plan = self._plan_for(form.nbytes, root)
+            plan = self._plan_for(form.nbytes, root, self.window is not None)
             channel = self._channel
             direct = None if state is None else self._direct(plan, state.ops)
-            found = Exchange(plan, channel.branch(), channel.window, form, channel.tally, direct)
+            found = Exchange(plan, channel.branch(), self.window, form, channel.tally, direct)
             self._exchanges[agreed.wire] = found
         return found
 

@@ -12,9 +12,17 @@ import numpy.typing as npt
 
 from treeattn.gpu_mpi import Verdict
 
-__all__ = ["Bytes", "Mark", "Prepared", "SelfTransport", "Silence", "Transport"]
+__all__ = ["Bytes", "Mark", "Meanwhile", "Prepared", "SelfTransport", "Silence", "Transport", "nothing"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+Meanwhile: TypeAlias = Callable[[], None]
+"""What may be done now and then during a wait; it does not wait itself."""
+
+
+def nothing() -> None:
+    """Do nothing meanwhile."""
 
 
 class Mark(NamedTuple):
@@ -82,8 +90,14 @@ class Transport(ABC):
             request.started = request.post()
 
     @abstractmethod
-    def wait(self, requests: Sequence[Any]) -> None:
+    def wait(self, requests: Sequence[Any], meanwhile: Meanwhile = nothing) -> None:
         """Wait until all ``requests`` are complete.
+
+        Parameters
+        ----------
+        requests : sequence
+        meanwhile : callable, optional
+            Moves on what else is under way; a transport whose messages move by themselves need not call it.
 
         Raises
         ------
@@ -172,7 +186,7 @@ class SelfTransport(Transport):
         """Never called: plans for one rank have no messages."""
         raise NotImplementedError
 
-    def wait(self, requests: Sequence[Any]) -> None:
+    def wait(self, requests: Sequence[Any], meanwhile: Meanwhile = nothing) -> None:
         """There is nothing to wait for."""
 
     def progress(self, requests: Sequence[Any]) -> bool:

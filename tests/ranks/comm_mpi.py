@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,53 @@ def silent(how, plan):
     time.sleep(0.5)  # until all have spoken; whoever leaves then ends the job
 
 
+def steps(hosts):
+    """Memory, NumPy's too, that a thousand steps with room for their result take, and keep."""
+    comm = treeattn.TreeComm(hosts=hosts.split(","))
+    mine = treeattn.partial_attention(*(np.full((1, 32, n, 126), comm.rank + 0.5, np.float32) for n in (1, 4, 4)))
+    out = comm.allreduce(mine)
+    tracemalloc.start()
+    for _ in range(100):  # what takes the place of something older has been counted then
+        comm.allreduce(mine, out=out)
+    gc.collect()
+    comm.allreduce(mine, out=out)
+    before, _ = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    for _ in range(1000):
+        comm.allreduce(mine, out=out)
+    after, peak = tracemalloc.get_traced_memory()
+    say(grown=after - before, peak=peak - before)
+
+
+def flight(hosts):
+    """All-reduces in flight give the bits of others, and leave nothing."""
+    before = open_things()
+    for _ in range(2):
+        with treeattn.TreeComm(hosts=hosts.split(",")) as comm:
+            states = [treeattn.merge([state(comm.rank + number)]) for number in range(3)]
+            begun = [comm.allreduce_begin(each) for each in (*states, *states)]
+            right = [comm.allreduce(each).packed.tobytes() for each in (*states, *states)]
+            found = [handle.end().packed.tobytes() for handle in begun]
+            if before is None:
+                say(right=[a == b for a, b in zip(found, right, strict=True)], **{"left open": left_open})
+        left_open = before is not None and open_things() - before
+        before = None
+
+
+def flight_silent():
+    """The last rank begins, and does not end."""
+    comm = treeattn.TreeComm(hosts=list("abc"), timeout=1.5, plan="2,2")
+    comm.allreduce_begin(state(comm.rank)).end()
+    handle = comm.allreduce_begin(state(comm.rank))
+    if comm.rank == 2:
+        time.sleep(300)
+    try:
+        handle.end()
+    except RankTimeout as error:
+        say(error=str(error))
+    time.sleep(0.5)  # until all have spoken; whoever leaves then ends the job
+
+
 def late():
     """One rank never comes to make the communicator."""
     if MPI.COMM_WORLD.Get_rank() == 1:
@@ -117,5 +165,5 @@ def refused():
 
 
 if __name__ == "__main__":
-    programs = bare, hosts, silent, late, raises, refused
+    programs = bare, hosts, silent, steps, flight, flight_silent, late, raises, refused
     {each.__name__: each for each in programs}[sys.argv[1]](*sys.argv[2:])

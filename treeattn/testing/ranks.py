@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from treeattn.errors import CommError, InputError, RankTimeout
-from treeattn.transport import Bytes, Mark, Prepared, Silence, Transport
+from treeattn.transport import Bytes, Mark, Meanwhile, Prepared, Silence, Transport, nothing
 
 __all__ = ["ThreadTransport", "run_ranks"]
 
@@ -167,7 +167,7 @@ class ThreadTransport(Transport):
             self._world.post(channel, request, channel.receives, channel.sends)
         return request
 
-    def wait(self, requests: Sequence[_Request | Prepared]) -> None:
+    def wait(self, requests: Sequence[_Request | Prepared], meanwhile: Meanwhile = nothing) -> None:
         """Wait until all are complete, or no rank can go on."""
         self._wait_for([each.started if isinstance(each, Prepared) else each for each in requests])
 
