@@ -5,8 +5,8 @@
 Run it under any launcher, on one host or many. All rows come from one run, in turns, so that whatever else the
 machines do meets all of them; each is the median over blocks of the mean time of a call, of the slowest rank:
 
-- ``auto``: the public call with the default plan;
-- ``shared``, ``oneshot``, ``binary``, ``flat``: the public call with that plan;
+- ``default``: the public call with the default plan;
+- ``shared``, ``oneshot``, ``binary``, ``flat``, ``reduce``, ``split``: the public call with that plan;
 - ``three``: three all-reduces, of m, of l and of o, which is what the paper's code does;
 - ``max+sum``: an all-reduce of m, and one of o and l together;
 - ``gather``: an all-gather of the states, merged by every rank in compiled code;
@@ -38,7 +38,7 @@ from treeattn.launch import install_abort_hook
 Array: TypeAlias = npt.NDArray[Any]
 Call: TypeAlias = Callable[[], Array]
 
-PLANS = ("auto", "shared", "oneshot", "binary", "flat")
+PLANS = ("default", "shared", "oneshot", "binary", "flat", "reduce", "split")
 WORLD = MPI.COMM_WORLD
 
 
@@ -160,7 +160,7 @@ def main() -> None:
     found = measure(calls, options.blocks, options.repeats)
     if WORLD.rank == 0:
         plans = {name: str(comms[name].plan_for(state.nbytes)) for name in calls if name in comms}
-        show(found, plans, str(comms["auto"].plan), options.json)
+        show(found, plans, str(comms["default"].plan), options.json)
     for comm in comms.values():
         comm.free()
 

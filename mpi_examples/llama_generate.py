@@ -50,7 +50,7 @@ def labels(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option("--context", type=click.IntRange(min=2), help="Most tokens in all.  [default: the model's context]")
 @click.option("--chunk", type=click.IntRange(min=1), default=512, show_default=True, help="Prompt tokens at a time.")
 @click.option("--hosts", metavar="a,a,b,b", callback=labels, help="Pretend that the ranks are on these hosts.")
-@click.option("--plan", default="auto", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN.")
+@click.option("--plan", default="default", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN.")
 @click.option("--json", type=Path, help="Write prompt_ids, new_ids, text, times and memory here.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Start mpirun with this many ranks.")
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")

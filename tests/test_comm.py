@@ -29,8 +29,16 @@ from treeattn.testing.ranks import ThreadTransport
 from treeattn.transport import Silence
 
 RADIX = st.sampled_from([None, 2, 3])
-RADICES = st.builds(Radices, RADIX, RADIX, st.booleans())
-HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=7)
+RADICES = st.builds(
+    Radices,
+    RADIX | st.just("shared"),
+    RADIX,
+    st.booleans(),
+    RADIX | st.just("skip"),
+    st.sampled_from(["exchange", "reduce"]),
+    st.sampled_from([1, 2, "all"]),
+)
+HOSTS = st.lists(st.sampled_from(["a", "b", "r/c", "r/d"]), min_size=1, max_size=7)
 SOME = settings(deadline=None, max_examples=100)
 
 
@@ -121,6 +129,7 @@ def test_deterministic_bits_do_not_depend_on_hosts(hosts, radices, seed):
 @settings(deadline=None, max_examples=40)
 def test_counters_equal_the_prediction(hosts, radices, deterministic):
     size, states = len(hosts), states_of(len(hosts))
+    rows = states[0].m.size
 
     def body(transport):
         with TreeComm(transport, plan=radices, deterministic=deterministic) as comm:
@@ -134,7 +143,9 @@ def test_counters_equal_the_prediction(hosts, radices, deterministic):
             after = comm.stats
             assert comm.total_stats() == Stats.total(Stats(**each) for each in comm.consult("s", (), vars_of(after)))
             plans = comm.plan_for(states[0].nbytes, size - 1), comm.plan_for(states[0].nbytes)
-            return [reduced, after - before], [plan.predict(states[0].nbytes).per_rank[comm.rank] for plan in plans]
+            return [reduced, after - before], [
+                plan.predict(states[0].nbytes, rows).per_rank[comm.rank] for plan in plans
+            ]
 
     for counted, predicted in run_ranks(size, body, hosts=hosts):
         assert counted == predicted
@@ -275,7 +286,9 @@ def message_of(call):
     ("options", "text"),
     [
         ({"hosts": ["a"]}, "hosts: expected 2 labels, one per rank, got 1 (a)"),
-        ({"plan": "spiral"}, "plan: expected 'auto', 'shared', 'flat', 'oneshot', 'binary', a pair of radices"),
+        ({"plan": "spiral"}, "plan: expected 'default', 'auto', 'shared', 'flat', 'oneshot', 'binary', 'reduce', "),
+        ({"plan": "auto", "model": "default"}, 'model: expected None with plan="auto", which measures one, got '),
+        ({"model": "nvlink"}, "model: expected nvlink-infiniband or another of default, "),
         ({"deterministic": 1}, "deterministic: expected True or False, got 1"),
         ({"timeout": -1}, "timeout: expected seconds, 0 for no limit, got -1"),
         ({"timeout": "soon"}, "timeout: expected seconds, 0 for no limit, got 'soon'"),
@@ -595,7 +608,7 @@ def test_hosts_follow_the_host_names(mpirun, names):
     assert job.stderr.count("host names and shared memory disagree") == 1
 
 
-@pytest.mark.parametrize(("how", "plan"), [("sleeps", "2,2"), ("sleeps", "auto"), ("ends", "2,2")])
+@pytest.mark.parametrize(("how", "plan"), [("sleeps", "2,2"), ("sleeps", "default"), ("ends", "2,2")])
 def test_a_rank_that_stays_away_is_named_by_all_others_and_the_job_ends(each_mpi, how, plan):
     """In a tree, some wait for ranks that wait themselves; those are not the missing."""
     job = each_mpi("comm_mpi", 4, "silent", how, plan, check=False)
@@ -613,7 +626,7 @@ def test_a_rank_that_stays_away_is_named_by_all_others_and_the_job_ends(each_mpi
 @pytest.mark.parametrize("how", ["raises", "exits", "killed"])
 def test_a_rank_that_ends_badly_ends_the_job(each_mpi, how):
     """The others may be ended before they can raise; nobody may hang, that is all."""
-    job = each_mpi("comm_mpi", 4, "silent", how, "auto", check=False)
+    job = each_mpi("comm_mpi", 4, "silent", how, "default", check=False)
     assert job.rc != 0, job
 
 

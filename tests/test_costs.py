@@ -30,7 +30,7 @@ def test_an_exchange_pays_a_latency_a_round_a_gap_a_message_and_every_other_stat
     terms = cost(plan, PAYLOAD, model_of(between=Link(100.0, 2.0, "", gap_us=3.0))).terms
     sent = plan.predict(PAYLOAD).per_rank[0]
     assert terms.latency == pytest.approx(100.0 * len(plan.rounds))
-    assert terms.injection == pytest.approx(3.0 * sent.messages)
+    assert terms.injection == pytest.approx(3.0 * 2 * sent.messages), "a call at each end"
     assert terms.transfer == pytest.approx((hosts - 1) * RECORD / 2e3, rel=1e-6)
     assert terms.merge == pytest.approx(0, abs=1e-6)
 

@@ -82,7 +82,7 @@ def test_other_baselines_take_a_delay_per_round(name, delays):
     assert times == [10.0 * delays] * 2
 
 
-@pytest.mark.parametrize("plan", ["auto", "oneshot", "binary"])
+@pytest.mark.parametrize("plan", ["default", "oneshot", "binary"])
 @pytest.mark.parametrize("hosts", [apart(16), ["a", "a", "b", "b", "c"], ["a"] * 4], ids=lambda hosts: len(hosts))
 def test_the_tree_takes_a_delay_per_round_between_hosts(hosts, plan):
     plans = []

@@ -19,7 +19,7 @@ from treeattn.cli.plan import SHOWN
 from treeattn.costs import CostModel, cost
 from treeattn.forecast import ALGORITHMS, EFFICIENCY, Cluster, Demand, forecast, smallest_fit
 from treeattn.inputs import Options
-from treeattn.planner import choose_radices, plan_allreduce
+from treeattn.planner import plan_allreduce
 from treeattn.published import CHOSEN, GUIDE_MS, PAPER, error, fitted, measured_step, paper_seconds
 from treeattn.testing import run_ranks
 
@@ -39,7 +39,7 @@ def test_the_tree_is_what_the_communicators_model_says_of_its_plan():
     odd = Link(20.0, 5.0, "", gap_us=2.0, steps=((1000, 30.0),), lanes=2)
     for ranks in (1, 8, 64):
         ours, payload = cluster(ranks, inside=odd), LLAMA.state_bytes
-        plan = plan_allreduce(ours.hosts, choose_radices(ours.hosts, payload))
+        plan = plan_allreduce(ours.hosts, ours.radices(payload))
         terms, stated = forecast("tree", LLAMA, ours), cost(plan, payload, ours.model)
         launch = ours.model.round_us * 32 / 1e3  # the kernel's own
         assert terms.wire + terms.merge + terms.launch - launch == pytest.approx(32 * stated.total_us / 1e3)

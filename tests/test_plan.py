@@ -1,5 +1,7 @@
 """Plans, with no MPI: thousands of host maps and radices, followed step by step in one thread."""
 
+import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,38 +11,45 @@ from hypothesis import strategies as st
 
 from treeattn.errors import InputError
 from treeattn.plan import HEADER_BYTES, Merge, Message, Plan, Radices, Round, Stats
-from treeattn.planner import (
-    NAMED_RADICES,
-    choose_radices,
-    parse_radices,
-    plan_allreduce,
-    plan_bcast,
-    plan_reduce,
-)
-from treeattn.topology import group_ranks
+from treeattn.planner import parse_radices, plan_allreduce, plan_bcast, plan_reduce
+from treeattn.topology import group_ranks, rack_of
 
 PAYLOAD = 1000
-MANY = settings(deadline=None, max_examples=300)
+MANY = settings(deadline=None, max_examples=200)
+THOUSANDS = settings(deadline=None, max_examples=2000)
+
+
+LABELS = [f"{rack}{host}" for rack in ("", "r0/", "r1/", "r2/") for host in "abc"]
 
 
 @st.composite
 def host_maps(draw):
-    """Block, cyclic, unequal, shuffled: any way of putting up to 24 ranks on up to 9 hosts."""
-    return draw(st.lists(st.sampled_from("abcdefghi"), min_size=1, max_size=24))
+    """Block, cyclic, unequal, shuffled: any way of putting up to 24 ranks on up to 12 hosts in up to 4 racks."""
+    return draw(st.lists(st.sampled_from(LABELS), min_size=1, max_size=24))
 
 
 RADIX = st.sampled_from([None, 2, 3, 4, 7])
-RADICES = st.builds(Radices, RADIX | st.just("shared"), RADIX, st.booleans())
+RADICES = st.builds(
+    Radices,
+    RADIX | st.just("shared"),
+    RADIX,
+    st.booleans(),
+    RADIX | st.just("skip"),
+    st.sampled_from(["exchange", "reduce"]),
+    st.sampled_from([1, 2, 3, 5, "all"]),
+)
 
 
 class Follower:
-    """Follows a plan for all ranks in one thread, with tuples for states and sets for headers."""
+    """Follows one piece of a plan for all ranks in one thread, with tuples for states and sets for headers."""
 
-    def __init__(self, plan, first):
-        self.plan = plan
+    def __init__(self, plan, first, piece=0):
+        self.plan, self.piece = plan, piece
         self.records = [{0: first(rank)} for rank in range(plan.size)]
         self.heard = [{rank} for rank in range(plan.size)]
-        self.steps = [{step.number: step for step in plan.steps(rank)} for rank in range(plan.size)]
+        self.steps = [
+            {step.number: step for step in plan.steps(rank) if step.piece == piece} for rank in range(plan.size)
+        ]
         for number in range(len(plan.rounds)):
             self._round(number)
 
@@ -64,7 +73,7 @@ class Follower:
             places = set(range(at, at + slots))
             assert not places & landed, "two messages land in one record"
             assert not places & sending, "a record is overwritten while it is sent"
-            assert at + slots <= self.plan.records(rank)
+            assert at + slots <= self.plan.records(rank, self.piece)
             landed |= places
             self.heard[rank] |= heard
             self.records[rank].update(zip(range(at, at + slots), states, strict=True))
@@ -81,28 +90,53 @@ def ranks_in(state):
     return [state] if isinstance(state, int) else [rank for part in state for rank in ranks_in(part)]
 
 
+def has_racks(hosts, radices):
+    """Whether there is a level of racks: several, and fewer than hosts."""
+    return radices.rack != "skip" and not radices.flat and 1 < len(set(map(rack_of, hosts))) < len(set(hosts))
+
+
 def expected_order(hosts, radices, deterministic):
+    if deterministic or radices.flat:
+        return list(range(len(hosts)))
     groups = group_ranks(hosts)
-    return list(range(len(hosts))) if deterministic or radices.flat else [rank for group in groups for rank in group]
+    if has_racks(hosts, radices):
+        racks = group_ranks(rack_of(hosts[group[0]]) for group in groups)
+        groups = [groups[index] for rack in racks for index in rack]
+    return [rank for group in groups for rank in group]
+
+
+def followed(plan):
+    """Each piece, followed."""
+    return [Follower(plan, first=lambda rank: rank, piece=piece) for piece in range(plan.pieces)]
 
 
 @given(host_maps(), RADICES, st.booleans())
-@MANY
+@THOUSANDS
 def test_an_allreduce_brings_every_state_to_every_rank_once_and_in_order(hosts, radices, deterministic):
-    followed = Follower(plan_allreduce(hosts, radices, deterministic=deterministic), first=lambda rank: rank)
     order = expected_order(hosts, radices, deterministic)
-    for rank in range(len(hosts)):
-        assert ranks_in(followed.records[rank][0]) == order
-        assert followed.records[rank][0] == followed.records[0][0], "merged alike, so equal bits"
+    for piece in followed(plan_allreduce(hosts, radices, deterministic=deterministic)):
+        for rank in range(len(hosts)):
+            assert ranks_in(piece.records[rank][0]) == order
+            assert piece.records[rank][0] == piece.records[0][0], "merged alike, so equal bits"
+
+
+@given(host_maps(), RADICES, st.booleans(), st.data())
+@MANY
+def test_every_piece_is_merged_as_one_leader_would(hosts, radices, deterministic, data):
+    near = data.draw(st.sets(st.integers(0, len(hosts) - 1)))
+    (alone,) = followed(plan_allreduce(hosts, replace(radices, leaders=1), deterministic=deterministic))
+    for piece in followed(plan_allreduce(hosts, radices, deterministic=deterministic, near=sorted(near))):
+        assert piece.records[0][0] == alone.records[0][0]
 
 
 @given(host_maps(), RADICES, st.booleans(), st.data())
 @MANY
 def test_a_reduce_is_merged_like_the_allreduce_whoever_is_root(hosts, radices, deterministic, data):
     root = data.draw(st.integers(0, len(hosts) - 1))
-    everywhere = Follower(plan_allreduce(hosts, radices, deterministic=deterministic), first=lambda rank: rank)
-    followed = Follower(plan_reduce(hosts, root, radices, deterministic=deterministic), first=lambda rank: rank)
-    assert followed.records[root][0] == everywhere.records[root][0]
+    everywhere = followed(plan_allreduce(hosts, radices, deterministic=deterministic))
+    at_root = followed(plan_reduce(hosts, root, radices, deterministic=deterministic))
+    for one, other in zip(everywhere, at_root, strict=True):
+        assert one.records[root][0] == other.records[root][0]
 
 
 @given(host_maps(), RADICES, st.booleans(), st.data())
@@ -113,8 +147,22 @@ def test_after_a_plan_every_rank_has_heard_of_every_rank(hosts, radices, determi
         plan_allreduce(hosts, radices, deterministic=deterministic),
         plan_reduce(hosts, root, radices, deterministic=deterministic),
     ):
-        heard = Follower(plan, first=lambda rank: rank).heard
-        assert all(each == set(range(len(hosts))) for each in heard)
+        for piece in followed(plan):
+            assert all(each == set(range(len(hosts))) for each in piece.heard)
+
+
+@given(host_maps(), st.sampled_from([1, 2, 3, 5, "all"]), st.data())
+@MANY
+def test_pieces_are_led_in_turns_by_those_near_a_card(hosts, leaders, data):
+    near = data.draw(st.sets(st.integers(0, len(hosts) - 1)))
+    plan = plan_allreduce(hosts, Radices(leaders=leaders), near=sorted(near))
+    groups = group_ranks(hosts)
+    candidates = {hosts[group[0]]: [rank for rank in group if rank in near] or group for group in groups}
+    most = max(map(len, candidates.values()))
+    assert plan.pieces == (most if leaders == "all" else min(leaders, most))
+    for message in (message for each in plan.rounds for message in each.messages if plan.crosses(message)):
+        able = candidates[hosts[message.source]]
+        assert message.source == able[message.piece % len(able)]
 
 
 @given(host_maps(), RADICES, st.data())
@@ -122,8 +170,8 @@ def test_after_a_plan_every_rank_has_heard_of_every_rank(hosts, radices, determi
 def test_a_bcast_brings_the_roots_array_to_every_rank(hosts, radices, data):
     root = data.draw(st.integers(0, len(hosts) - 1))
     plan = plan_bcast(hosts, root, radices)
-    followed = Follower(plan, first=lambda rank: rank)
-    assert all(records[0] == root for records in followed.records)
+    (whole,) = followed(plan)
+    assert all(records[0] == root for records in whole.records)
     total = plan.predict(PAYLOAD).total
     assert (total.messages, total.bytes) == (len(hosts) - 1, (len(hosts) - 1) * PAYLOAD)
     if not radices.flat:
@@ -226,17 +274,57 @@ def test_a_reduce_costs_what_the_formulas_say(hosts, inside, between, data):
         assert total.bytes_between == (h - 1) * (record + HEADER_BYTES)
 
 
+@given(host_maps(), RADIX, RADIX)
+@MANY
+def test_up_a_tree_and_down_takes_two_messages_a_host(hosts, inside, between):
+    h, record = len(set(hosts)), HEADER_BYTES + PAYLOAD
+    total = plan_allreduce(hosts, Radices(inside, between, scheme="reduce")).predict(PAYLOAD).total
+    assert total.rounds_between == 2 * digits(h, between)
+    assert (total.messages_between, total.bytes_between) == (2 * (h - 1), 2 * (h - 1) * record)
+
+
+@given(host_maps(), RADIX, RADIX)
+@MANY
+def test_with_racks_few_messages_leave_them(hosts, rack, between):
+    racks, h, record = len(set(map(rack_of, hosts))), len(set(hosts)), HEADER_BYTES + PAYLOAD
+    radices = Radices(None, between, rack=rack)
+    plan = plan_allreduce(hosts, radices)
+    total = plan.predict(PAYLOAD).total
+    if has_racks(hosts, radices):
+        assert total.bytes_between == (racks * (racks - 1) + 2 * (h - racks)) * record
+        far = [m for each in plan.rounds for m in each.messages if rack_of(hosts[m.source]) != rack_of(hosts[m.dest])]
+        assert len(far) == racks * exchange_messages(racks, between)
+        assert {each.level for each in plan.rounds if each.messages} >= {"rack", "between"}
+    else:
+        assert plan.rounds == plan_allreduce(hosts, replace(radices, rack="skip")).rounds
+
+
+@given(host_maps(), RADICES, st.booleans(), st.integers(1, 40), st.integers(1, 30))
+@MANY
+def test_pieces_send_the_bytes_of_one_leader_and_more_headers(hosts, radices, deterministic, rows, width):
+    payload, one = rows * width * 4, replace(radices, leaders=1)
+    if radices.inside == "shared" and len(set(hosts)) == 1:
+        return  # in shared memory one leader needs no round down
+    plan = plan_allreduce(hosts, radices, deterministic=deterministic)
+    whole = plan_allreduce(hosts, one, deterministic=deterministic).predict(payload).total
+    total = plan.predict(payload, rows).total
+    assert total.messages == plan.pieces * whole.messages
+    assert total.rounds == whole.rounds
+    headers = sum(m.slots or 1 for each in plan.rounds if not each.shared for m in each.messages)
+    assert total.bytes == whole.bytes + (headers - headers // plan.pieces) * HEADER_BYTES
+
+
 @given(host_maps(), RADICES, st.booleans())
 @MANY
 def test_a_prediction_adds_up_the_messages_of_each_rank(hosts, radices, deterministic):
     plan = plan_allreduce(hosts, radices, deterministic=deterministic)
-    prediction = plan.predict(PAYLOAD)
+    prediction, sizes = plan.predict(PAYLOAD), plan.piece_bytes(PAYLOAD)
     assert prediction.total == Stats.total(prediction.per_rank)
+    assert sum(sizes) == PAYLOAD
     for rank, stats in enumerate(prediction.per_rank):
         steps = [step for step in plan.steps(rank) if not plan.rounds[step.number].shared]
-        slots = [slots for step in steps for _, slots in step.sends]
-        assert stats.messages == len(slots)
-        assert stats.bytes == sum(slots) * (HEADER_BYTES + PAYLOAD)
+        sent = [slots * (HEADER_BYTES + sizes[step.piece]) for step in steps for _, slots in step.sends]
+        assert (stats.messages, stats.bytes) == (len(sent), sum(sent))
 
 
 def test_one_rank_has_nothing_to_do():
@@ -255,28 +343,11 @@ def test_two_hosts_of_two_ranks():
     )
 
 
-@given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 10**8))
-@MANY
-def test_the_default_needs_few_rounds_of_few_messages(hosts, ranks, payload):
-    labels = [str(host) for host in range(hosts) for _ in range(ranks)]
-    radices = choose_radices(labels, payload)
-    assert radices == choose_radices(labels, payload)
-    assert digits(hosts, radices.between) == digits(hosts, 16), "no more rounds than the largest radix needs"
-    assert radices.flat or digits(ranks, radices.inside) == digits(ranks, 8)
-    if hosts > 1:
-        assert not radices.flat
-        assert exchange_messages(hosts, radices.between) <= 15 * digits(hosts, radices.between)
-
-
-def test_the_default_on_one_host_is_direct_while_few_ranks_share_few_bytes():
-    assert choose_radices(["a"] * 4, 16640).flat
-    assert not choose_radices(["a"] * 5, 16640).flat
-    assert not choose_radices(["a"] * 4, 10**6).flat
-
-
 @pytest.mark.parametrize(
     ("plan", "radices"),
     [
+        (None, None),
+        ("default", None),
         ("auto", None),
         ("flat", Radices(flat=True)),
         ("oneshot", Radices()),
@@ -286,6 +357,11 @@ def test_the_default_on_one_host_is_direct_while_few_ranks_share_few_bytes():
         ([None, 4], Radices(None, 4)),
         ("3,all", Radices(3, None)),
         ("flat,2", Radices(None, 2, flat=True)),
+        ("2,3,4", Radices(2, 4, rack=3)),
+        ("shared,all,reduce", Radices("shared", None, rack=None, scheme="reduce")),
+        ((2, "reduce3"), Radices(2, 3, scheme="reduce")),
+        ("all,all,leaders=4", Radices(leaders=4)),
+        ("2, 3, 4, leaders=all", Radices(2, 4, rack=3, leaders="all")),
         (Radices(5, 6), Radices(5, 6)),
         (plan_allreduce(["a", "b"], Radices(2, 3)), Radices(2, 3)),
     ],
@@ -295,18 +371,38 @@ def test_plan_takes_names_radices_and_plans(plan, radices):
 
 
 @pytest.mark.parametrize("radix", [0, 1, -2, 2.5, True, "2"])
-@pytest.mark.parametrize("level", ["inside", "between"])
+@pytest.mark.parametrize("level", ["inside", "rack", "between"])
 def test_no_radix_is_below_two(level, radix):
     with pytest.raises(InputError, match=f"^{level}: expected a number of at least 2, or None for all, got "):
         Radices(**{level: radix})
 
 
-@pytest.mark.parametrize("radices", [*NAMED_RADICES.values(), Radices(2, None), Radices(None, 3, flat=True)], ids=str)
-def test_radices_read_back_what_they_print(radices):
-    assert parse_radices(str(radices)) == radices
+@given(RADICES)
+def test_any_radices_read_back_what_they_print(radices):
+    printed = parse_radices(str(radices))
+    assert printed == (replace(radices, inside=None) if radices.flat else radices)
 
 
-@pytest.mark.parametrize("plan", ["spiral", "2,3,4", "", 7, None, (2,), ("2", "x"), (1, 2), (2.5, 2), (True, 2), "0,2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "spiral",
+        "2,3,4,5",
+        "",
+        "leaders=2",
+        7,
+        (2,),
+        ("2", "x"),
+        (1, 2),
+        (2.5, 2),
+        (True, 2),
+        "0,2",
+        "2,2,leaders=0",
+        "2,2,leaders=",
+        "2,reducex",
+        "shared,shared",
+    ],
+)
 def test_what_is_no_plan_is_refused_with_a_sentence(plan):
     with pytest.raises(InputError, match=r"^plan: expected "):
         parse_radices(plan)
@@ -350,3 +446,23 @@ def test_a_plan_is_data():
     assert isinstance(plan, Plan)
     assert plan == plan_allreduce(("a", "b", "a"))
     assert hash(plan) == hash(plan_allreduce(("a", "b", "a")))
+
+
+@given(host_maps(), RADICES, st.booleans())
+@settings(deadline=None, max_examples=100)
+def test_a_plan_reads_back_what_it_writes(hosts, radices, deterministic):
+    radices = replace(radices, inside=None) if radices.flat else radices
+    for plan in (plan_allreduce(hosts, radices, deterministic=deterministic), plan_reduce(hosts, 0, radices)):
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+GOOD = json.loads(plan_allreduce(["a", "b"]).to_json())
+
+
+@pytest.mark.parametrize(
+    "found",
+    ["", [], {}, {**GOOD, "rounds": [{}]}, {**GOOD, "radices": "wide"}, {**GOOD, "far": 1}, {**GOOD, "hosts": 3}],
+)
+def test_what_is_no_written_plan_is_refused_with_a_sentence(found):
+    with pytest.raises(InputError, match=r"^plan: expected JSON as Plan.to_json writes it, got "):
+        Plan.from_json(json.dumps(found))

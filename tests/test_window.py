@@ -62,12 +62,13 @@ def outcomes(calls, hosts, **options):
     st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=8),
     st.lists(st.sampled_from("abc"), min_size=2, max_size=6),
     st.booleans(),
+    st.sampled_from([None, "shared,all,leaders=2", "shared,all,leaders=all"]),
 )
-@settings(deadline=None, max_examples=40)
-def test_any_calls_in_any_order_give_the_bits_of_messages(calls, hosts, deterministic):
+@settings(deadline=None, max_examples=60)
+def test_any_calls_in_any_order_give_the_bits_of_messages(calls, hosts, deterministic, plan):
     """Slots are taken in turn by all plans, so what matters is what ran before."""
     by_messages = outcomes(calls, hosts, plan="oneshot", deterministic=deterministic)
-    assert outcomes(calls, hosts, deterministic=deterministic) == by_messages
+    assert outcomes(calls, hosts, plan=plan, deterministic=deterministic) == by_messages
 
 
 def test_states_of_one_host_need_no_message():

@@ -61,7 +61,7 @@ class Link:
     largest_radix : int or None
         Most ranks that should meet in one round; None sets no limit.
     lanes : int or None
-        How many ranks of a host can use it at full rate at once, such as a host's network cards; None is all.
+        How many ranks of a host can use it at once, such as a host's network cards; None is all.
     jitter_us : float
         Microseconds by which the 99th percentile of a round lies above the median.
     """

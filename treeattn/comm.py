@@ -14,17 +14,20 @@ import numpy.typing as npt
 
 from treeattn.agreement import Attempt, Description, Signature
 from treeattn.broadcasting import broadcast, check_alike, describe, sendable
+from treeattn.calibration import Calibration
 from treeattn.channel import Channel
 from treeattn.errors import InputError
 from treeattn.gpu_mpi import Verdict, agreed
-from treeattn.joining import Settings, map_hosts, open_transport, under_launcher
+from treeattn.joining import Settings, map_hosts, notes_on, open_transport, under_launcher
 from treeattn.lanes import Lanes, Reduction
-from treeattn.plan import Plan, Radices, Stats, Usage
-from treeattn.planner import choose_radices, plan_allreduce, plan_bcast, plan_reduce
+from treeattn.plan import Plan, Stats, Usage
+from treeattn.planner import plan_bcast
+from treeattn.planning import Planning
 from treeattn.session import Session
 from treeattn.state import PartialState
+from treeattn.topology import near_card
 from treeattn.transport import Transport
-from treeattn.window import STATE_BYTES, open_window
+from treeattn.window import open_window
 from treeattn.wire import Wire
 
 __all__ = ["TYPICAL_PAYLOAD", "TreeComm", "as_tree_comm"]
@@ -47,13 +50,20 @@ class TreeComm:
     comm : mpi4py communicator, Transport or None
         It is duplicated. None is COMM_WORLD under a launcher, else one process, for which MPI is not imported.
     hosts : sequence of str, optional
-        One label per rank; ranks with one label form a subtree. By default ranks share a host where the host name
-        and MPI's shared-memory split both say so. ``TREEATTN_HOSTS`` (comma-separated) does the same for the
+        One label per rank; ranks with one label form a subtree. What is before a label's last slash is the host's
+        rack, as in "rack0/a". By default ranks share a host where the host name and MPI's shared-memory split both say
+        so. ``TREEATTN_HOSTS`` (comma-separated) does the same for the
         world; a part of it asks MPI.
-    plan : str, pair, Radices or Plan
-        "auto", a name ("shared", "flat", "oneshot", "binary"), radices (inside a host, between hosts), each a number or
-        "all", the first also "shared", or a plan whose radices are taken. Shared memory is used where ranks of a host
-        have it and a state is at most 64 KiB, messages elsewhere; that changes no bits.
+    plan : str, sequence, Radices or Plan, optional
+        The tree: a name ("shared", "flat", "oneshot", "binary", "reduce", "split"), radices (inside a host, between
+        hosts) or (inside a host, between hosts of a rack, between racks), each a number or "all", the first also
+        "shared", or a plan whose radices are taken; see `Radices`. By default that which ``model`` finds cheapest, a
+        pure function of hosts and payload. "auto" measures a model instead, at the first merge, which takes about a
+        second, and remembers it with ``comm``. Shared memory is used where ranks of a host have it and a state is at
+        most 64 KiB, messages elsewhere; with the same radices that changes no bits.
+    model : str, path or CostModel, optional
+        By which plans are chosen: the name of a preset, a file from ``treeattn topology --calibrate --save``, or a
+        model. By default that of `treeattn.costs` for machines of which nothing is known.
     deterministic : bool
         Carry rank states unmerged and merge them in rank order: more bytes, and bits that do not depend on hosts.
     timeout : float, optional
@@ -64,7 +74,6 @@ class TreeComm:
     rank, size : int
     hosts : tuple of str
         One label per rank, the same on every rank.
-    deterministic : bool
 
     Raises
     ------
@@ -90,31 +99,34 @@ class TreeComm:
         comm: Any = None,
         *,
         hosts: Any = None,
-        plan: Any = "auto",
+        plan: Any = None,
+        model: Any = None,
         deterministic: bool = False,
         timeout: float | None = None,
     ) -> None:
         self._channel = Channel(open_transport(comm, timeout))
         self.rank, self.size = self._channel.rank, self._channel.size
-        self._session = Session(self._channel, self._plan)
+        self._session = Session(self._channel, self._measured_plan)
         self._lanes = Lanes(self._channel, self._open_lane)
         self._guard = self._channel.guard
         self._signatures: dict[Any, Signature] = {}
         try:
-            self._join(hosts, plan, deterministic, timeout)
+            self._join(comm, hosts, plan, model, deterministic, timeout)
         except Exception:  # raised on every rank, so that all of them come here, unless they have lost each other
             if self.usable:
                 self._channel.free()
             raise
 
-    def _join(self, hosts: Any, plan: Any, deterministic: Any, timeout: Any) -> None:
+    def _join(self, comm: Any, hosts: Any, plan: Any, model: Any, deterministic: Any, timeout: Any) -> None:
         """Agree with the other ranks on the settings and on who is where."""
         channel, transport = self._channel, self._channel.transport
-        names = tuple(each["name"] for each in self.consult("TreeComm", (), {"name": transport.host_name()}))
+        place = {"name": transport.host_name(), "near": near_card()}
+        places = self.consult("TreeComm", (), place)
+        names = tuple(each["name"] for each in places)
         channel.name_hosts(names)
         settings, memory, error = Settings(), Verdict((), "not asked"), None
         try:
-            settings = Settings.read(self.size, hosts, plan, deterministic, timeout)
+            settings = Settings.read(self.size, hosts, plan, model, deterministic, timeout)
             memory = transport.gpu_memory()
         except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
             error = wrong
@@ -125,7 +137,9 @@ class TreeComm:
         settings.check_plan(channel.hosts)
         if transport.shares_memory:
             self._session.window = open_window(channel.hosts, self.rank, self.consult)
-        self._radices, self.deterministic = settings.radices, settings.deterministic
+        near = [rank for rank, each in enumerate(places) if each["near"]]
+        notes = notes_on(comm) if settings.measures else {}
+        self._planning = Planning(channel, settings, near, notes)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -147,23 +161,26 @@ class TreeComm:
         root : int, optional
             The only rank that wants the result.
         """
-        return self._plan(payload_bytes, root, self._session.window is not None)
+        return self._planning.plan(payload_bytes, root, self._session.window is not None)
 
-    def _plan(self, payload_bytes: int, root: int | None, shares_memory: bool) -> Plan:
-        radices = self._radices_for(payload_bytes, shares_memory)
-        if root is None:
-            return plan_allreduce(self.hosts, radices, deterministic=self.deterministic)
-        return plan_reduce(self.hosts, root, radices, deterministic=self.deterministic)
+    def _measured_plan(self, payload_bytes: int, root: int | None, shares_memory: bool) -> Plan:
+        self._planning.measure(payload_bytes, self._session.window)
+        return self._planning.plan(payload_bytes, root, shares_memory)
 
     def _open_lane(self) -> Session:
         """Make a lane, with memory of its own where the communicator has any; collective."""
         memory = self._session.window and open_window(self.hosts, self.rank, self._consult_fields)
-        return Session(self._channel, self._plan, memory, self._session.agreed)
+        return Session(self._channel, self._measured_plan, memory, self._session.agreed)
 
-    def _radices_for(self, payload_bytes: int, shares_memory: bool) -> Radices:
-        shared = shares_memory and payload_bytes <= STATE_BYTES
-        radices = self._radices or choose_radices(self.hosts, payload_bytes, shared=shared)
-        return radices if shared or radices.inside != "shared" else replace(radices, inside=None)
+    @property
+    def calibration(self) -> Calibration | None:
+        """What was measured for ``plan="auto"``, once a merge or another communicator of these ranks has done it."""
+        return self._planning.calibration
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether rank states travel unmerged."""
+        return self._planning.deterministic
 
     @property
     def stats(self) -> Stats:
@@ -201,7 +218,7 @@ class TreeComm:
 
     def __repr__(self) -> str:
         kind = f"rank {self.rank} of {self.size} on {len(set(self.hosts))} hosts"
-        return f"TreeComm({kind}, plan={'auto' if self._radices is None else str(self._radices)!r})"
+        return f"TreeComm({kind}, plan={str(self._planning)!r})"
 
     def allreduce(self, state: PartialState, *, out: PartialState | None = None) -> PartialState:
         """Merge the states of all ranks; every rank gets the result.
@@ -306,7 +323,7 @@ class TreeComm:
             told = self._consult(Description("bcast", root, values={"array": describe(given)}), error)
             dtype, shape = check_alike([each["array"] for each in told], root)
             data = given if given is not None and self.rank == root else np.empty(shape, dtype)
-            plan = plan_bcast(self.hosts, root, self._radices_for(data.nbytes, self._session.window is not None))
+            plan = plan_bcast(self.hosts, root, self._planning.radices(data.nbytes, self._session.window is not None))
             self._channel.call(broadcast, plan, self._channel.transport, data, self._channel.tally)
             return data
 

@@ -1,14 +1,15 @@
 """What a plan will take, before anybody follows it: the terms of each round, and in all. Pure; sends nothing.
 
-A round takes as long as its busiest rank. That one pays, once, its link's latency; for each message an injection gap;
-for each byte the link's rate; for a message over a protocol's limit a handshake; then what it merges. In shared
-memory a rank publishes once, so that only what it reads counts. Sending and receiving go on side by side.
+A round takes as long as its busiest rank. That one pays, once, its link's latency; for each message that it sends or
+receives an injection gap; for each byte the link's rate, both ways side by side; for a message over a protocol's limit
+a handshake; then what it merges. In shared memory a rank publishes once, so that only what it reads counts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from treeattn.catalog import LINKS, Link, look_up
 from treeattn.errors import InputError
 from treeattn.plan import Message, Plan, Round
+from treeattn.topology import rack_of
 
 __all__ = ["DEFAULT_MODEL", "PRESETS", "Cost", "CostModel", "PlanCost", "cost", "read_model"]
 
@@ -31,7 +33,7 @@ class CostModel:
     between : Link
         Messages between hosts.
     rack : Link, optional
-        Messages between hosts of a rack; as ``between`` by default.
+        Messages between hosts of one rack; as ``between`` by default.
     window : Link, optional
         Memory that the ranks of a host share; as ``inside`` by default.
     merge_gb_per_s : float
@@ -54,15 +56,19 @@ class CostModel:
     merge_gb_per_s: float = 40.0
     round_us: float = 0.0
 
-    def link(self, plan: Plan, message: Message, shared: bool) -> Link:
-        """Give the link that a message takes."""
-        if shared:
-            return self.window or self.inside
-        return self.between if plan.crosses(message) else self.inside
+    def link(self, way: str) -> Link:
+        """Give the link of a way: "inside", "window", "rack" or "between"."""
+        found: Link | None = getattr(self, way)
+        return found or (self.inside if way == "window" else self.between)
 
     def merge_us(self, nbytes: float) -> float:
         """Microseconds to merge states of ``nbytes`` in all."""
         return nbytes / (self.merge_gb_per_s * 1e3)
+
+    @property
+    def digest(self) -> str:
+        """A short text that is equal for equal models only, by which ranks compare theirs."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> str:
         """Write it as JSON."""
@@ -189,22 +195,18 @@ class PlanCost:
 
 @dataclass(slots=True)
 class _Load:
-    """What goes through one end of a link in one round."""
+    """What goes one way through one rank's end of a link in one round."""
 
     link: Link
-    messages: int = 0
+    messages: float = 0
     nbytes: float = 0.0
     largest: int = 0
 
     def add(self, size: int) -> None:
         self.messages += 1
         self.nbytes += size
-        self.largest = max(self.largest, size)
-
-    def cost(self) -> Cost:
-        link = self.link
-        gaps, handshake = link.gap_us * self.messages, link.handshake_us(self.largest)
-        return Cost(link.alpha_us, gaps, link.transfer_us(self.nbytes), handshake, jitter=link.jitter_us)
+        if size > self.largest:
+            self.largest = size
 
 
 def cost(plan: Plan, payload_bytes: int, model: CostModel = DEFAULT_MODEL) -> PlanCost:
@@ -223,38 +225,71 @@ def cost(plan: Plan, payload_bytes: int, model: CostModel = DEFAULT_MODEL) -> Pl
     >>> two_hosts = plan_allreduce(["a", "a", "b", "b"])
     >>> terms = cost(two_hosts, 16640, PRESETS["nvlink-infiniband"]).terms
     >>> terms.latency, terms.injection, terms.launch
-    (22.0, 3.0, 21.0)
+    (22.0, 4.0, 21.0)
     """
-    return PlanCost(tuple(_round_cost(plan, each, payload_bytes, model) for each in plan.rounds))
+    priced = _Pricing(plan, plan.piece_bytes(payload_bytes), model)
+    return PlanCost(tuple(priced.round(each) for each in plan.rounds))
 
 
-def _round_cost(plan: Plan, each: Round, payload_bytes: int, model: CostModel) -> Cost:
-    moving = _busiest(load.cost() for load in _loads(plan, each, payload_bytes, model))
-    merged = max((len(merge.sources) for merge in each.merges), default=0) * payload_bytes
-    return moving + Cost(merge=model.merge_us(merged), launch=model.round_us)
+class _Pricing:
+    """Prices one plan's rounds at one payload."""
+
+    def __init__(self, plan: Plan, pieces: tuple[int, ...], model: CostModel) -> None:
+        self._plan, self._pieces, self._model = plan, pieces, model
+        self._hosts, self._racks = plan.hosts, [rack_of(host) for host in plan.hosts]
+
+    def round(self, each: Round) -> Cost:
+        loads = self._loads(each)
+        moving = [_moving(load, loads.get((not out, rank, way))) for (out, rank, way), load in loads.items()]
+        merged = [0] * self._plan.size
+        for merge in each.merges:
+            merged[merge.rank] += len(merge.sources) * self._pieces[merge.piece]
+        busiest = max([*moving, *self._crowds(loads)], key=lambda terms: terms.total, default=Cost())
+        return busiest + Cost(merge=self._model.merge_us(max(merged)), launch=self._model.round_us)
+
+    def _loads(self, each: Round) -> dict[tuple[bool, int, str], _Load]:
+        """Add up what each rank sends, and what it receives; by (whether it sends, rank, way)."""
+        loads: dict[tuple[bool, int, str], _Load] = {}
+        sizes: dict[tuple[int, int], int] = {}
+        for message in each.messages:
+            kind, way = (message.slots, message.piece), self._way(message, each.shared)
+            if kind not in sizes:
+                sizes[kind] = self._plan.message_bytes(message.slots, self._pieces[message.piece])
+            ends = ((False, message.dest),) if each.shared else ((True, message.source), (False, message.dest))
+            for out, rank in ends:
+                load = loads.get((out, rank, way))
+                if load is None:
+                    load = loads[out, rank, way] = _Load(self._model.link(way))
+                load.add(sizes[kind])
+        return loads
+
+    def _way(self, message: Message, shared: bool) -> str:
+        source, dest = message.source, message.dest
+        if shared:
+            return "window"
+        if self._hosts[source] == self._hosts[dest]:
+            return "inside"
+        return "rack" if self._racks[source] == self._racks[dest] else "between"
+
+    def _crowds(self, loads: Mapping[tuple[bool, int, str], _Load]) -> list[Cost]:
+        """Price hosts whose ranks have to share lanes."""
+        crowds: dict[tuple[bool, str, str], _Load] = {}
+        for (out, rank, way), load in loads.items():
+            if load.link.lanes is not None:
+                crowd = crowds.setdefault((out, self._hosts[rank], way), _Load(load.link))
+                crowd.largest = max(crowd.largest, load.largest)
+                crowd.messages += load.messages / load.link.lanes
+                crowd.nbytes += load.nbytes / load.link.lanes
+        return [_moving(crowd, crowds.get((not out, host, way))) for (out, host, way), crowd in crowds.items()]
 
 
-def _busiest(costs: Iterable[Cost]) -> Cost:
-    return max(costs, key=lambda each: each.total, default=Cost())
-
-
-def _loads(plan: Plan, each: Round, payload_bytes: int, model: CostModel) -> Iterable[_Load]:
-    """Add up each rank's messages, what it sends and what it receives apart, and each host's where lanes are few."""
-    loads: dict[Any, _Load] = {}
-    for message in each.messages:
-        link, size = model.link(plan, message, each.shared), plan.message_bytes(message.slots, payload_bytes)
-        ends = [("to", message.dest)] if each.shared else [("from", message.source), ("to", message.dest)]
-        for way, rank in ends:
-            loads.setdefault((way, rank, id(link)), _Load(link)).add(size)
-    return [*loads.values(), *_crowds(plan, loads)]
-
-
-def _crowds(plan: Plan, loads: Mapping[Any, _Load]) -> list[_Load]:
-    """Give the loads of hosts whose ranks have to share lanes: the messages of the busiest, the bytes of all."""
-    crowds: dict[Any, _Load] = {}
-    for (way, rank, link), load in loads.items():
-        if load.link.lanes is not None:
-            crowd = crowds.setdefault((way, plan.hosts[rank], link), _Load(load.link))
-            crowd.messages, crowd.largest = max(crowd.messages, load.messages), max(crowd.largest, load.largest)
-            crowd.nbytes += load.nbytes / load.link.lanes
-    return list(crowds.values())
+def _moving(load: _Load, back: _Load | None) -> Cost:
+    """Price a load; the rank has a call for each message of the other way too, whose bytes do not hinder these."""
+    link, messages = load.link, load.messages + (0 if back is None else back.messages)
+    return Cost(
+        latency=link.alpha_us,
+        injection=link.gap_us * messages,
+        transfer=link.transfer_us(load.nbytes),
+        handshake=link.handshake_us(load.largest),
+        jitter=link.jitter_us,
+    )

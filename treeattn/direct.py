@@ -97,7 +97,7 @@ class DirectRound(MessageRound):
     """
 
     def __init__(self, step: RankRound, records: DeviceRecords, transport: Transport, tally: Tally) -> None:
-        super().__init__(step, records, transport, tally, busy=set(range(len(records.headers))))
+        super().__init__([step], [records], transport, tally, {(0, at) for at in range(len(records.headers))})
         self._mirrored, self._places = records, [at for _, _, at in step.receives]
 
     def post(self, full: bool) -> None:

@@ -12,14 +12,18 @@ SHOWN = 12
 
 
 def draw(plan: Plan) -> str:
-    """Draw the hosts with their ranks, leaders first, and then the rounds with their messages."""
-    return "\n".join([str(plan), "", *_draw_hosts(plan), "", *_draw_rounds(plan)])
+    """Draw the hosts with their ranks, leaders first, and then the rounds with their messages.
+
+    Where the head rows are cut into pieces, the messages are those of the first.
+    """
+    more = f" (the first of {plan.pieces} pieces, which are alike)" if plan.pieces > 1 else ""
+    return "\n".join([str(plan), "", *_draw_hosts(plan), "", *_draw_rounds(plan, more)])
 
 
 def _draw_hosts(plan: Plan) -> list[str]:
     lines = []
     for group in group_ranks(plan.hosts):
-        leader = plan.root if plan.root in group else group[0]
+        leader = _leader(plan, group)
         members = [rank for rank in group if rank != leader]
         lines.append(f"{plan.hosts[group[0]]}")
         lines.append(f"└─ rank {leader}{' (root)' if leader == plan.root else ''}")
@@ -27,18 +31,27 @@ def _draw_hosts(plan: Plan) -> list[str]:
     return lines
 
 
-def _draw_rounds(plan: Plan) -> list[str]:
-    return [f"round {number}  {_draw_round(each, plan)}" for number, each in enumerate(plan.rounds, 1)]
+def _leader(plan: Plan, group: tuple[int, ...]) -> int:
+    """Give the root, or else who speaks for the host when it comes to the first piece."""
+    if plan.root in group:
+        return int(plan.root or 0)
+    sent = [m.source for each in plan.rounds for m in each.messages if m.piece == 0 and plan.crosses(m)]
+    return next((rank for rank in sent if rank in group), group[0])
+
+
+def _draw_rounds(plan: Plan, more: str) -> list[str]:
+    return [f"round {number}  {_draw_round(each, plan)}{more}" for number, each in enumerate(plan.rounds, 1)]
 
 
 def _draw_round(each: Round, plan: Plan) -> str:
-    where = "between hosts" if any(plan.crosses(message) for message in each.messages) else "inside hosts "
-    shown = _pairs(each.messages)
+    crosses = any(plan.crosses(message) for message in each.messages)
+    where = "inside racks " if each.level == "rack" else "between hosts" if crosses else "inside hosts "
+    shown = _pairs([message for message in each.messages if message.piece == 0])
     more = f" ... {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     return f"{where}  {each.action:<11}  {'  '.join(shown[:SHOWN])}{more}"
 
 
-def _pairs(messages: tuple[Message, ...]) -> list[str]:
+def _pairs(messages: list[Message]) -> list[str]:
     """Write each message as an arrow, and two that cross each other as one."""
     sent = {(message.source, message.dest): message.slots for message in messages}
     arrows = []

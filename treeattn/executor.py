@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
 from treeattn.agreement import Header
 from treeattn.direct import DeviceRecords, DirectOps, DirectRound
+from treeattn.pieces import Pieces, records_of
 from treeattn.plan import Plan, Usage
 from treeattn.rounds import MessageRound, Records, Tally, WindowRound, places_of
 from treeattn.state import PartialState
@@ -51,9 +53,9 @@ class Exchange:
         direct: DirectOps | None = None,
     ) -> None:
         self.plan, self.transport, self.window, self._tally = plan, transport, window, tally
-        count = plan.records(transport.rank)
-        self.records = Records(count, form) if direct is None else DeviceRecords(count, form, direct)
-        self._usage = Usage(self.records.buffer.nbytes)
+        counts = [plan.records(transport.rank, piece) for piece in range(plan.pieces)]
+        self._pieces = Pieces(_records(counts, form, direct), form)
+        self._usage = Usage(self._pieces.nbytes)
         self.rounds = self._prepare()
         self._ahead = [request for each in self.rounds for request in each.ahead]
         self._cost = len(plan.rounds), plan.rounds_between
@@ -61,27 +63,32 @@ class Exchange:
         if self._ahead:
             transport.start(self._ahead)
 
+    @property
+    def form(self) -> WireForm:
+        """Form of the states."""
+        return self._pieces.whole.form
+
     def _prepare(self) -> list[MessageRound | WindowRound]:
-        rank, steps = self.transport.rank, self.plan.steps(self.transport.rank)
-        places = Counter(place for step in steps for each in step.receives for place in places_of(each))
-        busy = {0, *(place for place, times in places.items() if times > 1)}
+        steps, parts, pieces = self.plan.steps(self.transport.rank), self._pieces.parts, range(self.plan.pieces)
+        places = Counter((step.piece, place) for step in steps for each in step.receives for place in places_of(each))
+        busy = {*((piece, 0) for piece in pieces), *(place for place, times in places.items() if times > 1)}
         shared = [number for number, each in enumerate(self.plan.rounds) if each.shared]
         self._uses = len(shared)
         rounds: list[MessageRound | WindowRound] = []
-        for step in steps:
-            if step.number in shared:
-                assert self.window is not None, f"rank {rank} has no window"
-                ordinal = shared.index(step.number) + 1
-                rounds.append(WindowRound(step, self.records, self.transport, self.window, ordinal))
-            elif isinstance(self.records, DeviceRecords):
-                rounds.append(DirectRound(step, self.records, self.transport, self._tally))
+        for number, found in groupby(steps, key=lambda step: step.number):
+            if number in shared:
+                assert self.window is not None, f"rank {self.transport.rank} has no window"
+                ordinal = shared.index(number) + 1
+                rounds.append(WindowRound(list(found), parts, self.transport, self.window, ordinal))
+            elif isinstance(parts[0], DeviceRecords):
+                rounds.append(DirectRound(next(found), parts[0], self.transport, self._tally))
             else:
-                rounds.append(MessageRound(step, self.records, self.transport, self._tally, busy))
+                rounds.append(MessageRound(list(found), parts, self.transport, self._tally, busy))
         return rounds
 
     def load(self, state: PartialState) -> None:
         """Take this rank's state, before `run`."""
-        self.records.load(state)
+        self._pieces.load(state)
 
     def run(self, own: Header) -> Header:
         """Follow the plan and give the header that all ranks' headers combine to: `begin`, and `complete`."""
@@ -100,7 +107,7 @@ class Exchange:
             This rank's; a status means that nothing was loaded.
         """
         self._header, self._bytes, self._at = own, own.pack(), 0
-        self.records.headers[0][:] = self._bytes
+        self._pieces.write_header(self._bytes)
         self._post()
 
     def advance(self) -> None:
@@ -136,7 +143,7 @@ class Exchange:
                 self._header = self._header.combine(Header.unpack(received))
         if self._header is not before:
             self._bytes = self._header.pack()
-            self.records.headers[0][:] = self._bytes
+            self._pieces.write_header(self._bytes)
         if self._header.status == 0:
             at.merge()
         self._at += 1
@@ -153,4 +160,9 @@ class Exchange:
         """Give the merged state, after a clean `run`, to the ranks that are to have it."""
         if self.plan.root not in (None, self.transport.rank):
             return None
-        return self.records.store(state, out)
+        return self._pieces.store(state, out)
+
+
+def _records(counts: list[int], form: WireForm, direct: DirectOps | None) -> list[Records]:
+    """Make records of each piece on the host, or of the only one on the card."""
+    return records_of(counts, form) if direct is None else [DeviceRecords(counts[0], form, direct)]

@@ -20,8 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from treeattn.catalog import LINKS, Device, Link, Model
-from treeattn.costs import CostModel, cost
-from treeattn.planner import choose_radices, plan_allreduce
+from treeattn.choosing import choose_radices, estimate
+from treeattn.costs import CostModel
+from treeattn.radices import Radices
 
 __all__ = ["ALGORITHMS", "EFFICIENCY", "LAUNCH_US", "Cluster", "Demand", "Terms", "forecast", "smallest_fit"]
 
@@ -92,6 +93,11 @@ class Cluster:
     def launch_ms(self, count: int) -> float:
         """Milliseconds to start so many kernels and rounds."""
         return count * self.model.round_us / 1e3
+
+    def radices(self, payload_bytes: int) -> Radices:
+        """Give the plan that the communicator would choose here."""
+        shared = self.model.window is not None
+        return choose_radices(self.hosts, payload_bytes, shared=shared, model=self.model)
 
 
 def _sustained(link: Link) -> Link:
@@ -213,10 +219,9 @@ def _merge_ms(demand: Demand, cluster: Cluster, states: int) -> float:
 
 
 def _tree(demand: Demand, cluster: Cluster) -> Terms:
-    """Take the plan that the communicator would choose, at the cost that it would be chosen by."""
-    hosts, payload = cluster.hosts, demand.state_bytes
-    plan = plan_allreduce(hosts, choose_radices(hosts, payload, shared=cluster.model.window is not None))
-    terms = cost(plan, payload, cluster.model).terms
+    """Take the plan that the communicator would choose, at the cost by which it would."""
+    payload = demand.state_bytes
+    terms = estimate(cluster.hosts, cluster.radices(payload), payload, cluster.model)
     wire = terms.latency + terms.injection + terms.transfer + terms.handshake
     launch = cluster.launch_ms(1) + terms.launch / 1e3
     return Terms(0, cluster.read_ms(_shard(demand, cluster)), wire / 1e3, terms.merge / 1e3, launch)

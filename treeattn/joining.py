@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from treeattn.costs import DEFAULT_MODEL, CostModel, read_model
 from treeattn.errors import InputError
 from treeattn.launch import launched
 from treeattn.plan import Plan, Radices
@@ -16,7 +18,7 @@ from treeattn.planner import parse_radices
 from treeattn.topology import HOSTS_VARIABLE, check_hosts, host_labels, hosts_of_environment
 from treeattn.transport import SelfTransport, Transport
 
-__all__ = ["Settings", "map_hosts", "open_transport", "under_launcher"]
+__all__ = ["Settings", "map_hosts", "notes_on", "open_transport", "under_launcher"]
 
 TIMEOUT_VARIABLE = "TREEATTN_TIMEOUT"
 DEFAULT_TIMEOUT = 300.0
@@ -50,6 +52,20 @@ def open_transport(comm: Any, timeout: Any) -> Transport:
     return mpi_transport.MpiTransport.duplicate(comm, seconds)
 
 
+_notes: WeakKeyDictionary[Transport, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def notes_on(comm: Any) -> dict[Any, Any]:
+    """Give what all communicators that are made of ``comm`` share, and that ends with it."""
+    if isinstance(comm, Transport):
+        return _notes.setdefault(comm, {})
+    if comm is None and not under_launcher():
+        return {}
+    from treeattn import mpi_transport  # here, so that one process needs no MPI
+
+    return mpi_transport.cached_on(comm, lambda _: dict[Any, Any](), lambda _: True, "notes")
+
+
 def under_launcher() -> bool:
     """Whether a launcher started this process with others."""
     here = launched()
@@ -68,6 +84,10 @@ class Settings:
         The plan object that the user gave, if it was one.
     radices : Radices or None
         None chooses them by payload.
+    measures : bool
+        Whether to choose them by a model that is measured on first use.
+    model : CostModel
+        By which they are chosen otherwise.
     deterministic : bool
     timeout : float
         Seconds; 0 waits for ever.
@@ -76,25 +96,32 @@ class Settings:
     hosts: tuple[str, ...] | None = None
     plan: Plan | None = None
     radices: Radices | None = None
+    measures: bool = False
+    model: CostModel = DEFAULT_MODEL
     deterministic: bool = False
     timeout: float = DEFAULT_TIMEOUT
 
     @classmethod
-    def read(cls, size: int, hosts: Any, plan: Any, deterministic: Any, timeout: Any) -> Settings:
+    def read(cls, size: int, hosts: Any, plan: Any, model: Any, deterministic: Any, timeout: Any) -> Settings:
         """Check what the user passed; the environment stands in for what they did not."""
         if not isinstance(deterministic, bool):
             raise InputError.of("deterministic", expected="True or False", got=repr(deterministic))
         whole = plan if isinstance(plan, Plan) else None
         deterministic = deterministic or (whole is not None and whole.deterministic)
-        return cls(_hosts(hosts, size), whole, parse_radices(plan), deterministic, _timeout(timeout))
+        measures = isinstance(plan, str) and plan == "auto"
+        if measures and model is not None:
+            raise InputError.of("model", expected='None with plan="auto", which measures one', got=repr(model))
+        found = DEFAULT_MODEL if model is None else read_model(model)
+        return cls(_hosts(hosts, size), whole, parse_radices(plan), measures, found, deterministic, _timeout(timeout))
 
     @property
     def fields(self) -> tuple[tuple[str, Any], ...]:
         """What must be the same on every rank."""
         return (
             ("hosts", self.hosts),
-            ("plan", "auto" if self.radices is None else str(self.radices)),
+            ("plan", str(self.radices or ("auto" if self.measures else "default"))),
             ("hosts of the plan", None if self.plan is None else self.plan.hosts),
+            ("model", self.model.digest),
             ("deterministic", self.deterministic),
         )
 

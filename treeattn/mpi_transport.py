@@ -321,24 +321,27 @@ def _end_job(reason: str) -> None:
 
 
 @cache
-def _keyval() -> int:
+def _keyval(kind: str) -> int:
     return int(import_mpi().Comm.Create_keyval())
 
 
-def cached_on(comm: Any, make: Callable[[Any], T], usable: Callable[[T], bool]) -> T:
+def cached_on(comm: Any, make: Callable[[Any], T], usable: Callable[[T], bool], kind: str = "comm") -> T:
     """Give what ``make`` made for this communicator before, as long as it is usable, or let it make another.
 
     Parameters
     ----------
     comm : mpi4py communicator or None
         None is COMM_WORLD.
+    make, usable : callable
+    kind : str
+        What it is: there is one of each kind.
     """
     mpi = import_mpi()
     comm = mpi.COMM_WORLD if comm is None else _checked(comm, mpi)
-    found: T | None = comm.Get_attr(_keyval())
+    found: T | None = comm.Get_attr(_keyval(kind))
     if found is None or not usable(found):
         found = make(comm)
-        comm.Set_attr(_keyval(), found)
+        comm.Set_attr(_keyval(kind), found)
     return found
 
 

@@ -5,54 +5,41 @@ Nothing here sends anything. `treeattn.planner` builds plans from a host map and
 
 A rank keeps *records*: a record is a header and room for one packed state. Record 0 starts as the rank's own
 state. A message carries the first ``slots`` records of its source, whole, and lands from record ``at`` on at its
-destination; one that carries no record is a header alone.
+destination; one that carries no record is a header alone. Where a plan cuts the head rows into pieces, a rank has
+records for each piece, and a message or a merge belongs to one.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Literal, TypeAlias
+from itertools import pairwise, starmap
+from typing import Any, Literal, TypeAlias
 
 from treeattn.errors import InputError
+from treeattn.radices import Radices, read_radices
 
-__all__ = ["HEADER_BYTES", "Merge", "Message", "Plan", "Prediction", "Radices", "RankRound", "Round", "Stats", "Usage"]
+__all__ = [
+    "HEADER_BYTES",
+    "Merge",
+    "Message",
+    "Plan",
+    "Prediction",
+    "Radices",
+    "RankRound",
+    "Round",
+    "Stats",
+    "Usage",
+    "spans",
+]
 
 HEADER_BYTES = 32
 """Bytes of the header that stands before each record, and that travels alone where there is nothing else to say."""
 
-Level: TypeAlias = Literal["inside", "between"]
+Level: TypeAlias = Literal["inside", "rack", "between"]
 Action: TypeAlias = Literal["reduce", "gather", "exchange", "broadcast", "acknowledge"]
-
-
-@dataclass(frozen=True, slots=True)
-class Radices:
-    """How many states meet in one round, per level; None means all of them.
-
-    Parameters
-    ----------
-    inside : int, None or "shared"
-        Between the ranks of a host; "shared" is through memory that they share, all in one round.
-    between : int or None
-        Between hosts. The bits of a result do not depend on it.
-    flat : bool
-        Ignore the hosts: every rank exchanges with every other, by the radix ``between``.
-    """
-
-    inside: int | Literal["shared"] | None = None
-    between: int | None = None
-    flat: bool = False
-
-    def __post_init__(self) -> None:
-        inside = None if self.inside == "shared" else self.inside
-        for name, radix in (("inside", inside), ("between", self.between)):
-            if radix is not None and (not isinstance(radix, int) or isinstance(radix, bool) or radix < 2):
-                raise InputError.of(name, expected="a number of at least 2, or None for all", got=repr(radix))
-
-    def __str__(self) -> str:
-        between = "all" if self.between is None else self.between
-        return f"flat,{between}" if self.flat else f"{'all' if self.inside is None else self.inside},{between}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +50,7 @@ class Message:
     dest: int
     slots: int
     at: int = 0
+    piece: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +59,7 @@ class Merge:
 
     rank: int
     sources: tuple[int, ...]
+    piece: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +78,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
-    """What one rank does in one round: post receives, send, wait for all, merge.
+    """What one rank does for one piece in one round: post receives, send, wait for all, merge.
 
     ``sends`` holds (dest, slots), ``receives`` (source, slots, at), ``merges`` the sources of each merge.
     """
@@ -98,6 +87,7 @@ class RankRound:
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int, int], ...]
     merges: tuple[tuple[int, ...], ...]
+    piece: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +161,8 @@ class Plan:
     deterministic : bool
         Rank states travel unmerged, so that the bits of the result do not depend on ``hosts``.
     rounds : tuple of Round
+    pieces : int
+        In how many pieces the head rows are cut.
 
     Examples
     --------
@@ -188,6 +180,7 @@ class Plan:
     radices: Radices
     deterministic: bool
     rounds: tuple[Round, ...] = field(repr=False)
+    pieces: int = 1
 
     @property
     def size(self) -> int:
@@ -207,23 +200,36 @@ class Plan:
         return f"{kind}{', deterministic' * self.deterministic}: {cost}"
 
     def steps(self, rank: int) -> tuple[RankRound, ...]:
-        """Give what ``rank`` does, round by round; rounds in which it has nothing to do are left out."""
-        found = (self._rank_round(number, each, rank) for number, each in enumerate(self.rounds))
+        """Give what ``rank`` does, by round and piece; those in which it has nothing to do are left out."""
+        found = (
+            self._rank_round(number, each, rank, piece)
+            for number, each in enumerate(self.rounds)
+            for piece in range(self.pieces)
+        )
         return tuple(step for step in found if step.sends or step.receives or step.merges)
 
     @staticmethod
-    def _rank_round(number: int, each: Round, rank: int) -> RankRound:
+    def _rank_round(number: int, each: Round, rank: int, piece: int) -> RankRound:
+        messages = [message for message in each.messages if message.piece == piece]
+        merges = [merge for merge in each.merges if merge.piece == piece]
         return RankRound(
             number,
-            tuple((message.dest, message.slots) for message in each.messages if message.source == rank),
-            tuple((message.source, message.slots, message.at) for message in each.messages if message.dest == rank),
-            tuple(merge.sources for merge in each.merges if merge.rank == rank),
+            tuple((message.dest, message.slots) for message in messages if message.source == rank),
+            tuple((message.source, message.slots, message.at) for message in messages if message.dest == rank),
+            tuple(merge.sources for merge in merges if merge.rank == rank),
+            piece,
         )
 
-    def records(self, rank: int) -> int:
-        """Give the number of records that ``rank`` needs room for."""
-        ends = (at + slots for step in self.steps(rank) for _, slots, at in step.receives)
+    def records(self, rank: int, piece: int = 0) -> int:
+        """Give the number of records of a piece that ``rank`` needs room for."""
+        steps = (step for step in self.steps(rank) if step.piece == piece)
+        ends = (at + max(slots, 1) for step in steps for _, slots, at in step.receives)
         return max((1, *ends))
+
+    def piece_bytes(self, payload_bytes: int, rows: int | None = None) -> tuple[int, ...]:
+        """Give the bytes of each piece of a state of so many head ``rows``; of equal pieces, without rows."""
+        row, rows = (1, payload_bytes) if not rows else (payload_bytes // rows, rows)
+        return tuple(row * len(span) for span in spans(rows, self.pieces))
 
     def message_bytes(self, slots: int, payload_bytes: int) -> int:
         """Give the bytes of a message of ``slots`` records, each of a header and ``payload_bytes``."""
@@ -231,8 +237,14 @@ class Plan:
             return slots * payload_bytes
         return slots * (HEADER_BYTES + payload_bytes) if slots else HEADER_BYTES
 
-    def predict(self, payload_bytes: int) -> Prediction:
+    def predict(self, payload_bytes: int, rows: int | None = None) -> Prediction:
         """Say what one call costs when every state has ``payload_bytes`` bytes.
+
+        Parameters
+        ----------
+        payload_bytes : int
+        rows : int, optional
+            Head rows of a state, at whose borders it is cut, where a plan has several leaders per host.
 
         Notes
         -----
@@ -248,12 +260,16 @@ class Plan:
         bytes down, H - 1 of each between hosts; in one round per level, (n - 1) (S + 32) bytes. A bcast takes
         n - 1 messages of ``payload_bytes``, H - 1 of them between hosts.
 
+        The scheme "reduce" takes 2 (H - 1) messages of S bytes between hosts, in 2 ceil(log_r H) rounds. A level of
+        racks is like one of hosts, with R racks for H hosts between them. With L pieces, everything is sent L times,
+        of states of ``payload_bytes`` / L: the same bytes but for headers, from L ranks of a host.
+
         The paper's scheme, for comparison, is three all-reduces of together 2 (p - 1) / p (b d + 2 b n_h) elements
         per device (arXiv 2408.04093, section 5), with messages that are the library's affair.
         """
-        sent = [[0, 0, 0, 0] for _ in self.hosts]
+        sent, pieces = [[0, 0, 0, 0] for _ in self.hosts], self.piece_bytes(payload_bytes, rows)
         for message in (message for each in self.rounds if not each.shared for message in each.messages):
-            size, between = self.message_bytes(message.slots, payload_bytes), self.crosses(message)
+            size, between = self.message_bytes(message.slots, pieces[message.piece]), self.crosses(message)
             tally = sent[message.source]
             for index, more in enumerate((1, size, between, between * size)):
                 tally[index] += more
@@ -264,11 +280,60 @@ class Plan:
         """Whether a message goes from one host to another."""
         return self.hosts[message.source] != self.hosts[message.dest]
 
+    def to_json(self) -> str:
+        """Write it as JSON, which `from_json` reads."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return json.dumps({**found, "radices": str(self.radices), "rounds": [asdict(each) for each in self.rounds]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises
+        ------
+        InputError
+            It is something else.
+
+        Examples
+        --------
+        >>> from treeattn.planner import plan_allreduce
+        >>> plan = plan_allreduce(["a", "a", "b"])
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+        """
+        try:
+            found = json.loads(text)
+            rounds = tuple(map(_round, found.pop("rounds")))
+            hosts, radices = tuple(map(str, found.pop("hosts"))), read_radices(found.pop("radices"))
+            assert radices is not None
+            return cls(hosts=hosts, radices=radices, rounds=rounds, **found)
+        except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+            raise InputError.of("plan", expected="JSON as Plan.to_json writes it", got=repr(error)) from None
+
     def draw(self) -> str:
         """Draw the tree as text: hosts and their ranks, then the rounds."""
         from treeattn.drawing import draw  # only the command line draws
 
         return draw(self)
+
+
+def _round(found: dict[str, Any]) -> Round:
+    messages = tuple(Message(**each) for each in found.pop("messages"))
+    merges = tuple(Merge(**{**each, "sources": tuple(each["sources"])}) for each in found.pop("merges"))
+    return Round(messages=messages, merges=merges, **found)
+
+
+def spans(count: int, pieces: int) -> tuple[range, ...]:
+    """Cut ``count`` into ``pieces`` whose sizes differ by one at most, larger ones first.
+
+    Examples
+    --------
+    >>> spans(5, 3)
+    (range(0, 2), range(2, 4), range(4, 5))
+    """
+    size, larger = divmod(count, pieces)
+    edges = [piece * size + min(piece, larger) for piece in range(pieces + 1)]
+    return tuple(starmap(range, pairwise(edges)))
 
 
 def _count(number: int, noun: str) -> str:

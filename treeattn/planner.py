@@ -1,12 +1,12 @@
-"""Building plans: from one host label per rank and a radix per level to rounds of messages. Pure; sends nothing.
+"""Building plans: from one host label per rank and radices to rounds of messages. Pure; sends nothing.
 
-Inside a host, states go up a tree to the host's leader and are merged in rank order; between hosts, leaders swap
-*unmerged* host states until each holds all of them, and merge them in host order, so that bits do not depend on
-the radix; the result goes down a tree inside each host. ``deterministic`` carries rank states unmerged all the way
-and merges them once, in rank order.
+Inside a host, states go up a tree to the host's leader and are merged in rank order; likewise between the hosts of a
+rack, where there is such a level. Leaders then swap *unmerged* states until each holds all of them, and merge them in
+host order, so that bits do not depend on the radix; or, by the scheme "reduce", go on up a tree. The result comes down
+the same way. ``deterministic`` carries rank states unmerged all the way and merges them once, in rank order.
 
-The exchange is Bruck's all-gather (Bruck et al., IEEE TPDS 8(11), 1997) with a radix: in each round a leader that
-holds the states of h hosts gets those of up to (radix - 1) h more. It fits any number of hosts.
+With several leaders per host the head rows are cut into as many pieces. Each piece follows a plan like that of one
+leader, with leaders of its own, and all pieces go through their rounds together.
 """
 
 from __future__ import annotations
@@ -14,141 +14,76 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain, zip_longest
-from numbers import Integral
-from typing import Any, Literal, TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 
 from treeattn.errors import InputError
-from treeattn.plan import Action, Level, Merge, Message, Plan, Radices, Round
-from treeattn.topology import group_ranks
+from treeattn.plan import Action, Level, Plan, Round
+from treeattn.radices import NAMED_RADICES, Radices, read_radices
+from treeattn.topology import group_ranks, rack_of
+from treeattn.trees import Block, exchange, final_merges, gather, reduction, side_by_side, spread, then_merge
 
-__all__ = ["NAMED_RADICES", "choose_radices", "parse_radices", "plan_allreduce", "plan_bcast", "plan_reduce"]
+__all__ = ["parse_radices", "plan_allreduce", "plan_bcast", "plan_reduce"]
 
-Groups: TypeAlias = tuple[tuple[int, ...], ...]
+Groups: TypeAlias = "tuple[tuple[int, ...], ...]"
 
-NAMED_RADICES = {
-    "shared": Radices(inside="shared"),
-    "flat": Radices(flat=True),
-    "oneshot": Radices(inside=None, between=None),
-    "binary": Radices(inside=2, between=2),
-}
-"""Plans that have a name; "auto" is `choose_radices`."""
-
-FLAT_RANKS = 4
-"""On one host, up to so many ranks swap states directly: one round beats up and down while it is few messages."""
-
-FLAT_BYTES = 64 * 1024
-"""...and up to such a payload: beyond it, every rank reading every state costs more than a second round."""
-
-ONESHOT_RANKS = 8
-"""Up to so many ranks of a host meet in one round; above, the smallest radix that needs no more rounds than this."""
-
-ONESHOT_HOSTS = 16
-"""Likewise for hosts, where a round costs a wire's delay and an exchange's few hundred KB do not."""
-
-
-def choose_radices(hosts: Sequence[str], payload_bytes: int, *, shared: bool = False) -> Radices:
-    """Give the default radices, a pure function of layout and payload.
-
-    Parameters
-    ----------
-    hosts : sequence of str
-        One label per rank.
-    payload_bytes : int
-    shared : bool
-        Whether the ranks of each host share memory in which such a payload has room.
-
-    Examples
-    --------
-    >>> str(choose_radices(["a", "a"], 16640)), str(choose_radices(["a", "a", "b", "b"], 16640))
-    ('flat,all', 'all,all')
-    """
-    groups = group_ranks(hosts)
-    if shared:
-        return Radices("shared", _balanced_radix(len(groups), ONESHOT_HOSTS))
-    if len(groups) == 1 and len(hosts) <= FLAT_RANKS and payload_bytes <= FLAT_BYTES:
-        return Radices(flat=True)
-    inside = _balanced_radix(max(map(len, groups)), ONESHOT_RANKS)
-    return Radices(inside, _balanced_radix(len(groups), ONESHOT_HOSTS))
-
-
-def _balanced_radix(count: int, largest: int) -> int | None:
-    """Give the smallest radix that needs no more rounds than ``largest`` does; None where one round will do."""
-    if count <= largest:
-        return None
-    rounds = _round_count(count, largest)
-    return next(radix for radix in range(2, largest + 1) if _round_count(count, radix) == rounds)
-
-
-def _round_count(count: int, radix: int) -> int:
-    rounds = 0
-    while radix**rounds < count:
-        rounds += 1
-    return rounds
+BY_MODEL = "default", "auto"
+"""Names that leave the plan to a cost model: a given one, and one that is measured on first use."""
 
 
 def parse_radices(plan: Any) -> Radices | None:
-    """Read what ``plan=`` takes: a name, "auto" (None), radices as a pair or as text like "2,all", or a Plan.
+    """Read what ``plan=`` takes: a name, radices as a sequence or as text, or a Plan; None leaves it to a cost model.
 
     Examples
     --------
-    >>> parse_radices("2,all")
-    Radices(inside=2, between=None, flat=False)
+    >>> parse_radices("2,all").inside, parse_radices("default")
+    (2, None)
     """
+    if plan is None or (isinstance(plan, str) and plan in BY_MODEL):
+        return None
     if isinstance(plan, Plan):
         return plan.radices
-    if isinstance(plan, Radices):
-        return plan
-    if isinstance(plan, str):
-        if plan == "auto":
-            return None
-        if plan in NAMED_RADICES:
-            return NAMED_RADICES[plan]
-        plan = plan.split(",")
-    if isinstance(plan, Sequence) and len(plan) == 2:
-        if plan[0] == "flat":
-            return Radices(between=_radix(plan[1]), flat=True)
-        return Radices("shared" if plan[0] == "shared" else _radix(plan[0]), _radix(plan[1]))
-    return _refuse_plan(plan if not isinstance(plan, list) else ",".join(map(str, plan)))
+    found = plan if isinstance(plan, Radices) else read_radices(plan)
+    if found is None:
+        known = ", ".join(map(repr, (*BY_MODEL, *NAMED_RADICES)))
+        expected = f"{known}, a pair of radices (inside, between), a triple (inside, rack, between) or a Plan"
+        raise InputError.of("plan", expected=expected, got=repr(plan))
+    return found
 
 
-def _radix(value: Any) -> int | None:
-    if value is None or value == "all":
-        return None
-    number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-    if not isinstance(number, Integral) or isinstance(number, bool) or number < 2:
-        raise InputError.of("plan", expected='each radix a number of at least 2, or "all"', got=repr(value))
-    return int(number)
-
-
-def _refuse_plan(plan: Any) -> Radices:
-    known = ", ".join(map(repr, ("auto", *NAMED_RADICES)))
-    raise InputError.of("plan", expected=f"{known}, a pair of radices (inside, between) or a Plan", got=repr(plan))
-
-
-def plan_allreduce(hosts: Iterable[str], radices: Radices | None = None, *, deterministic: bool = False) -> Plan:
+def plan_allreduce(
+    hosts: Iterable[str], radices: Radices | None = None, *, deterministic: bool = False, near: Sequence[int] = ()
+) -> Plan:
     """Plan a merge of every rank's state that every rank gets.
 
     Parameters
     ----------
     hosts : iterable of str
-        One label per rank, in any order.
+        One label per rank, in any order; what is before its last slash is the host's rack.
     radices : Radices, optional
         One round per level by default.
     deterministic : bool
         Whether rank states travel unmerged.
+    near : sequence of int
+        Ranks near their host's network card, which are leaders before others.
     """
-    return _allreduce(tuple(hosts), radices or Radices(), deterministic)
+    return _allreduce(tuple(hosts), radices or Radices(), deterministic, tuple(near))
 
 
 def plan_reduce(
-    hosts: Iterable[str], root: int, radices: Radices | None = None, *, deterministic: bool = False
+    hosts: Iterable[str],
+    root: int,
+    radices: Radices | None = None,
+    *,
+    deterministic: bool = False,
+    near: Sequence[int] = (),
 ) -> Plan:
     """Plan a merge of every rank's state that ``root`` gets, with the bits of `plan_allreduce`.
 
-    An acknowledgement, a header alone, comes back down, so that every rank learns whether all went well.
+    An acknowledgement, a header alone, comes back down, so that every rank learns whether all went well. On its own
+    host the root leads every piece.
     """
-    return _reduce(tuple(hosts), root, radices or Radices(), deterministic)
+    return _reduce(tuple(hosts), root, radices or Radices(), deterministic, tuple(near))
 
 
 def plan_bcast(hosts: Iterable[str], root: int, radices: Radices | None = None) -> Plan:
@@ -157,196 +92,177 @@ def plan_bcast(hosts: Iterable[str], root: int, radices: Radices | None = None) 
 
 
 @lru_cache(maxsize=256)
-def _allreduce(hosts: tuple[str, ...], radices: Radices, deterministic: bool) -> Plan:
-    groups = _groups(hosts, radices)
-    if radices.inside == "shared" and len(groups) == 1 and not radices.flat:
-        return Plan("allreduce", None, hosts, radices, deterministic, _meeting(groups[0]))
-    up, blocks = _up(groups, radices, deterministic)
-    across = _exchange(groups, blocks, radices.between)
-    rounds = _then_merge([*up, *across], _leader_merges(groups, blocks))
-    down = _inside(radices, "broadcast", [_spread(group, _messages(radices.inside), 1) for group in groups])
-    return Plan("allreduce", None, hosts, radices, deterministic, (*rounds, *down))
+def _allreduce(hosts: tuple[str, ...], radices: Radices, deterministic: bool, near: tuple[int, ...]) -> Plan:
+    layout = Layout.of(hosts, radices, near)
+    if radices.inside == "shared" and len(layout.members) == 1 and layout.pieces == 1 and not radices.flat:
+        return Plan("allreduce", None, hosts, radices, deterministic, _meeting(layout.members[0]))
+    rounds = [_up_and_down(layout.stages(piece), radices, deterministic) for piece in range(layout.pieces)]
+    return Plan("allreduce", None, hosts, radices, deterministic, _together(rounds), layout.pieces)
 
 
 @lru_cache(maxsize=256)
-def _reduce(hosts: tuple[str, ...], root: int, radices: Radices, deterministic: bool) -> Plan:
-    groups = _rooted(_groups(hosts, radices), root)
-    up, blocks = _up(groups, radices, deterministic)
-    leaders = tuple(group[0] for group in groups)
-    across = _together("between", "gather", [_gather(leaders, blocks, radices.between)])
-    rounds = _then_merge([*up, *across], _leader_merges(groups, blocks)[:1])
-    answer = _together("between", "acknowledge", [_spread(leaders, radices.between, 0)])
-    answers = _inside(radices, "acknowledge", [_spread(group, _messages(radices.inside), 0) for group in groups])
-    return Plan("reduce", root, hosts, radices, deterministic, (*rounds, *answer, *answers))
+def _reduce(hosts: tuple[str, ...], root: int, radices: Radices, deterministic: bool, near: tuple[int, ...]) -> Plan:
+    layout = Layout.of(hosts, radices, near)
+    rounds = [_to_root(layout.stages(piece, root), radices, deterministic) for piece in range(layout.pieces)]
+    return Plan("reduce", root, hosts, radices, deterministic, _together(rounds), layout.pieces)
 
 
 @lru_cache(maxsize=256)
 def _bcast(hosts: tuple[str, ...], root: int, radices: Radices) -> Plan:
-    groups = _rooted(_groups(hosts, radices), root)
-    leaders = tuple(group[0] for group in groups)
-    across = _together("between", "broadcast", [_spread(leaders, radices.between, 1)])
-    down = _together("inside", "broadcast", [_spread(group, _messages(radices.inside), 1) for group in groups])
-    return Plan("bcast", root, hosts, radices, False, (*across, *down))
-
-
-def _groups(hosts: tuple[str, ...], radices: Radices) -> Groups:
-    return tuple((rank,) for rank in range(len(hosts))) if radices.flat else group_ranks(hosts)
-
-
-def _rooted(groups: Groups, root: int) -> Groups:
-    """Put the root's host first and the root first in it; the other hosts follow in cyclic order."""
-    (index,) = (index for index, group in enumerate(groups) if root in group)
-    own = (root, *(rank for rank in groups[index] if rank != root))
-    return (own, *groups[index + 1 :], *groups[:index])
+    by_messages = replace(radices, inside=None) if radices.inside == "shared" else radices
+    stages = Layout.of(hosts, by_messages, ()).stages(0, root)
+    top = side_by_side("between", "broadcast", [spread(stages[-1].leaders, radices.between, 1)])
+    rounds = (*top, *_down(stages, "broadcast", 1))
+    return Plan("bcast", root, hosts, radices, False, rounds)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One group's share of a round."""
+class Stage:
+    """One level of the tree: groups of ranks, the leader of each first."""
 
-    messages: tuple[Message, ...]
-    merges: tuple[Merge, ...] = ()
+    level: Level
+    groups: Groups
+    radix: int | None
+    shared: bool = False
 
-
-def _together(level: Level, action: Action, parts: Iterable[list[_Part]]) -> list[Round]:
-    """Let groups go through their rounds side by side; one with fewer rounds waits for the others."""
-    rounds = zip_longest(*parts, fillvalue=_Part(()))
-    return [
-        Round(level, action, tuple(chain(*(p.messages for p in side))), tuple(chain(*(p.merges for p in side))))
-        for side in rounds
-    ]
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The leader of each group."""
+        return tuple(group[0] for group in self.groups)
 
 
-def _up(groups: Groups, radices: Radices, deterministic: bool) -> tuple[list[Round], Groups]:
-    """Bring each host's states to its leader; also give what the leader's records then hold.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who shares a host, and who may lead there.
 
-    A host's block is a tuple of keys, one per record, whose order is the order of the final merge: ranks where
-    they come unmerged, else the host's lowest rank.
+    Parameters
+    ----------
+    hosts : tuple of str
+    radices : Radices
+    members : tuple of tuple of int
+        The ranks of each host, in the order of their lowest.
+    candidates : tuple of tuple of int
+        Those of them that lead, in turns.
     """
-    if deterministic:
-        parts = [_gather(group, tuple((rank,) for rank in group), _messages(radices.inside)) for group in groups]
-        return _inside(radices, "gather", parts), groups
-    parts = [_reduction(tuple(sorted(group)), group[0], _messages(radices.inside)) for group in groups]
-    return _inside(radices, "reduce", parts), tuple((min(group),) for group in groups)
+
+    hosts: tuple[str, ...]
+    radices: Radices
+    members: Groups
+    candidates: Groups
+
+    @classmethod
+    def of(cls, hosts: tuple[str, ...], radices: Radices, near: tuple[int, ...]) -> Layout:
+        """Group the ranks; those ``near`` lead where a host has any."""
+        members = tuple((rank,) for rank in range(len(hosts))) if radices.flat else group_ranks(hosts)
+        candidates = tuple(tuple(rank for rank in group if rank in near) or group for group in members)
+        return cls(hosts, radices, members, candidates)
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces the head rows are cut: no more than the most leaders that a host has."""
+        most = max(map(len, self.candidates))
+        return most if self.radices.leaders == "all" else min(self.radices.leaders, most)
+
+    def stages(self, piece: int, root: int | None = None) -> list[Stage]:
+        """Give the levels that one piece goes up and down, with the root's groups, and the root in them, first."""
+        radices, groups = self.radices, self._led(piece, root)
+        shared = radices.inside == "shared"
+        stages = [Stage("inside", groups, None if radices.inside == "shared" else radices.inside, shared)]
+        racks = self._racks(stages[-1].leaders)
+        if radices.rack != "skip" and not radices.flat and 1 < len(racks) < len(groups):
+            stages.append(Stage("rack", racks, radices.rack))
+        if radices.scheme == "reduce":
+            stages.append(Stage("between", (stages[-1].leaders,), radices.between))
+        return stages
+
+    def _led(self, piece: int, root: int | None) -> Groups:
+        """Put the leader of each host first; where there is a root, its host comes first, in cyclic order."""
+        leaders = [candidates[piece % len(candidates)] for candidates in self.candidates]
+        start = 0
+        if root is not None:
+            (start,) = (index for index, group in enumerate(self.members) if root in group)
+            leaders[start] = root
+        led = [
+            (leader, *(r for r in group if r != leader)) for leader, group in zip(leaders, self.members, strict=True)
+        ]
+        return (*led[start:], *led[:start])
+
+    def _racks(self, leaders: tuple[int, ...]) -> Groups:
+        racks = group_ranks(rack_of(self.hosts[leader]) for leader in leaders)
+        return tuple(tuple(leaders[index] for index in rack) for rack in racks)
 
 
-def _inside(radices: Radices, action: Action, parts: Iterable[list[_Part]]) -> list[Round]:
-    """Go through rounds inside hosts, by messages or in shared memory."""
-    rounds = _together("inside", action, parts)
-    return [replace(each, shared=True) for each in rounds] if radices.inside == "shared" else rounds
+def _up_and_down(stages: list[Stage], radices: Radices, deterministic: bool) -> list[Round]:
+    top, (up, blocks) = stages[-1].leaders, _up(stages, deterministic)
+    across = side_by_side("between", "exchange", [exchange(top, blocks, radices.between)])
+    rounds = then_merge([*up, *across], final_merges(top, blocks))
+    return [*rounds, *_down(stages, "broadcast", 1)]
 
 
-def _messages(inside: int | Literal["shared"] | None) -> int | None:
-    """In shared memory all meet in one round, as they do by messages of radix None."""
-    return None if inside == "shared" else inside
+def _to_root(stages: list[Stage], radices: Radices, deterministic: bool) -> list[Round]:
+    top, (up, blocks) = stages[-1].leaders, _up(stages, deterministic)
+    across = side_by_side("between", "gather", [gather(top, blocks, radices.between)])
+    rounds = then_merge([*up, *across], final_merges(top, blocks)[:1])
+    answer = side_by_side("between", "acknowledge", [spread(top, radices.between, 0)])
+    return [*rounds, *answer, *_down(stages, "acknowledge", 0)]
+
+
+def _up(stages: list[Stage], deterministic: bool) -> tuple[list[Round], list[Block]]:
+    """Bring the states of each group to its leader; also give what the last leaders' records then hold.
+
+    Where states are merged on their way, a leader's block is one key, the lowest rank of all below it.
+    """
+    held: dict[int, Block] = {rank: (rank,) for group in stages[0].groups for rank in group}
+    rounds: list[Round] = []
+    for stage in stages:
+        parts = []
+        for group in stage.groups:
+            blocks = [held[rank] for rank in group]
+            if deterministic:
+                parts.append(gather(group, blocks, stage.radix))
+                held[group[0]] = tuple(chain(*blocks))
+            else:
+                parts.append(reduction(sorted(group, key=held.__getitem__), group[0], stage.radix))
+                held[group[0]] = min(blocks)
+        action: Action = "gather" if deterministic else "reduce"
+        rounds += side_by_side(stage.level, action, parts, shared=stage.shared)
+    return rounds, [held[leader] for leader in stages[-1].leaders]
+
+
+def _down(stages: list[Stage], action: Action, slots: int) -> list[Round]:
+    """Bring one record, or a header alone, from the last leaders to all."""
+    rounds: list[Round] = []
+    for stage in reversed(stages):
+        parts = [spread(group, stage.radix, slots) for group in stage.groups]
+        rounds += side_by_side(stage.level, action, parts, shared=stage.shared)
+    return rounds
 
 
 def _meeting(ranks: tuple[int, ...]) -> tuple[Round, ...]:
     """Let all ranks of the only host read all states in shared memory."""
-    alone = tuple((rank,) for rank in ranks)
-    rounds = _then_merge(_exchange(alone, alone, None), _leader_merges(alone, alone))
-    return tuple(replace(each, level="inside", shared=True) for each in rounds)
+    alone = [(rank,) for rank in ranks]
+    swap = side_by_side("inside", "exchange", [exchange(ranks, alone, None)], shared=True)
+    return tuple(then_merge(swap, final_merges(ranks, alone)))
 
 
-def _reduction(group: tuple[int, ...], leader: int, radix: int | None) -> list[_Part]:
-    """Merge neighbours, then neighbouring runs, in rank order, until one state is left at ``leader``.
-
-    Who is merged with whom does not depend on the leader, so neither do the bits; only the place does: a run that
-    holds the leader is merged there, any other at its first rank.
-    """
-    count, home = len(group), group.index(leader)
-    radix = radix or max(count, 2)
-
-    def owner(start: int, length: int) -> int:
-        return home if start <= home < start + length else start
-
-    parts, stride = [], 1
-    while stride < count:
-        messages: list[Message] = []
-        merges = []
-        for start in range(0, count, stride * radix):
-            runs = [owner(run, stride) for run in range(start, min(start + stride * radix, count), stride)]
-            if len(runs) > 1:
-                parent = owner(start, stride * radix)
-                at = {run: number for number, run in enumerate((run for run in runs if run != parent), 1)}
-                messages += [Message(group[run], group[parent], 1, at[run]) for run in at]
-                merges.append(Merge(group[parent], tuple(at.get(run, 0) for run in runs)))
-        parts.append(_Part(tuple(messages), tuple(merges)))
-        stride *= radix
-    return parts
-
-
-def _gather(order: tuple[int, ...], blocks: Groups, radix: int | None) -> list[_Part]:
-    """Bring every block, unmerged, to ``order[0]``: its records end up in the order of ``order``."""
-    starts = (0, *accumulate(map(len, blocks)))
-    return [
-        _Part(
-            tuple(
-                Message(order[child], order[parent], starts[end] - starts[child], starts[child] - starts[parent])
-                for parent, child, end in edges
-            )
+def _together(pieces: list[list[Round]]) -> tuple[Round, ...]:
+    """Let all pieces go through their rounds at once; they have equally many."""
+    if len(pieces) == 1:
+        return tuple(pieces[0])
+    numbered = [[_of_piece(each, piece) for each in rounds] for piece, rounds in enumerate(pieces)]
+    return tuple(
+        replace(
+            same[0],
+            messages=tuple(chain(*(each.messages for each in same))),
+            merges=tuple(chain(*(each.merges for each in same))),
         )
-        for edges in _tree(len(order), radix)
-    ]
+        for same in zip(*numbered, strict=True)
+    )
 
 
-def _spread(order: tuple[int, ...], radix: int | None, slots: int) -> list[_Part]:
-    """Bring one record, or a header alone, from ``order[0]`` to all."""
-    return [
-        _Part(tuple(Message(order[parent], order[child], slots) for parent, child, _ in edges))
-        for edges in reversed(_tree(len(order), radix))
-    ]
-
-
-def _tree(count: int, radix: int | None) -> list[list[tuple[int, int, int]]]:
-    """Give the edges (parent, child, end of the child's run) of each round of a tree of runs that double, or more."""
-    radix = radix or max(count, 2)
-    rounds, stride = [], 1
-    while stride < count:
-        rounds.append(
-            [
-                (start, child, min(child + stride, count))
-                for start in range(0, count, stride * radix)
-                for child in range(start + stride, min(start + stride * radix, count), stride)
-            ]
-        )
-        stride *= radix
-    return rounds
-
-
-def _exchange(groups: Groups, blocks: Groups, radix: int | None) -> list[Round]:
-    """Swap blocks between leaders until each has all, its own first and the others in cyclic order."""
-    count = len(groups)
-    radix = radix or max(count, 2)
-    sizes = [len(block) for block in blocks]
-    starts = (0, *accumulate(sizes + sizes))
-    rounds, held = [], 1
-    while held < count:
-        messages = []
-        for index, group in enumerate(groups):
-            for offset in range(held, min(held * radix, count), held):
-                source = (index + offset) % count
-                end = source + min(held, count - offset)
-                at = starts[index + offset] - starts[index]
-                messages.append(Message(groups[source][0], group[0], starts[end] - starts[source], at))
-        rounds.append(Round("between", "exchange", tuple(messages)))
-        held = min(held * radix, count)
-    return rounds
-
-
-def _leader_merges(groups: Groups, blocks: Groups) -> list[Merge]:
-    """Every leader merges all it holds: the same states in the same order, so the same bits."""
-    cyclic = (*blocks, *blocks)
-    merges = []
-    for index, group in enumerate(groups):
-        keys = tuple(chain(*cyclic[index : index + len(groups)]))
-        merges.append(Merge(group[0], tuple(sorted(range(len(keys)), key=keys.__getitem__))))
-    return merges
-
-
-def _then_merge(rounds: list[Round], merges: list[Merge]) -> list[Round]:
-    """Hang the last merges on the last round; a single record needs none."""
-    merges = [merge for merge in merges if len(merge.sources) > 1]
-    if not merges:
-        return rounds
-    return [*rounds[:-1], replace(rounds[-1], merges=(*rounds[-1].merges, *merges))]
+def _of_piece(each: Round, piece: int) -> Round:
+    return replace(
+        each,
+        messages=tuple(replace(message, piece=piece) for message in each.messages),
+        merges=tuple(replace(merge, piece=piece) for merge in each.merges),
+    )

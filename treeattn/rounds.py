@@ -8,6 +8,7 @@ came, and ``merge`` merges what came.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -110,11 +111,13 @@ class MessageRound:
 
     Parameters
     ----------
-    step : RankRound
-    records : Records
+    steps : sequence of RankRound
+        One of each piece that this rank has to do with.
+    parts : sequence of Records
+        By piece.
     transport : Transport
     tally : Tally
-    busy : set of int
+    busy : set of (piece, record)
         Records that receives can't be started for a step ahead, since they are in use until this round begins.
 
     Attributes
@@ -123,21 +126,45 @@ class MessageRound:
         Receives to start a step ahead.
     """
 
-    def __init__(self, step: RankRound, records: Records, transport: Transport, tally: Tally, busy: set[int]) -> None:
-        self._transport, self._tally, self._records, self._step = transport, tally, records, step
-        cut, number = records.cut, step.number
-        sent = [(dest, cut(0, slots)) for dest, slots in step.sends]
-        self._sends = [transport.send_init(data, dest, number) for dest, data in sent]
-        self._receives = [transport.recv_init(cut(at, slots), source, number) for source, slots, at in step.receives]
-        late = [not busy.isdisjoint(places_of(each)) for each in step.receives]
-        self._late = [request for request, is_late in zip(self._receives, late, strict=True) if is_late]
-        self.ahead = [request for request, is_late in zip(self._receives, late, strict=True) if not is_late]
+    def __init__(
+        self,
+        steps: Sequence[RankRound],
+        parts: Sequence[Records],
+        transport: Transport,
+        tally: Tally,
+        busy: set[tuple[int, int]],
+    ) -> None:
+        self._transport, self._tally, self._number = transport, tally, steps[0].number
+        self._sends: list[Any] = []
+        self._receives: list[Any] = []
+        self._late: list[Any] = []
+        self.ahead: list[Any] = []
+        self._sizes: list[tuple[int, int]] = []
+        self._alone: list[tuple[int, Bytes, int]] = []
+        self._headers: list[memoryview] = []
+        self._mergers: list[Callable[[], None]] = []
+        for step in steps:
+            records, tag = parts[step.piece], self._number * len(parts) + step.piece
+            self._prepare_sends(step, records, tag)
+            self._prepare_receives(step, records, tag, busy)
+            self._mergers += [records.merger([records.payloads[at] for at in sources]) for sources in step.merges]
         self._both = [*self._receives, *self._sends]
-        self._sizes = [(dest, data.size) for dest, data in sent]
-        self._alone = cut(0, 0)  # record 0's header, the whole message of a rank with no payload
-        self._headers = [records.headers[at] for _, _, at in step.receives]
-        self._mergers = [records.merger([records.payloads[at] for at in sources]) for sources in step.merges]
         self._awaited: list[Any] = []
+
+    def _prepare_sends(self, step: RankRound, records: Records, tag: int) -> None:
+        for dest, slots in step.sends:
+            data = records.cut(0, slots)
+            self._sends.append(self._transport.send_init(data, dest, tag))
+            self._sizes.append((dest, data.size))
+            self._alone.append((dest, records.cut(0, 0), tag))  # the whole message of a rank with no payload
+
+    def _prepare_receives(self, step: RankRound, records: Records, tag: int, busy: set[tuple[int, int]]) -> None:
+        for source, slots, at in step.receives:
+            request = self._transport.recv_init(records.cut(at, slots), source, tag)
+            late = not busy.isdisjoint((step.piece, place) for place in places_of((source, slots, at)))
+            (self._late if late else self.ahead).append(request)
+            self._receives.append(request)
+            self._headers.append(records.headers[at])
 
     def post(self, full: bool) -> None:
         """Send, and ask for what is to come; without a payload, ``full`` false, headers alone are sent."""
@@ -150,7 +177,7 @@ class MessageRound:
             for dest, size in self._sizes:
                 self._tally.sent(dest, size)
         else:
-            self._awaited = [*self._receives, *map(self._send_header, (dest for dest, _ in self._sizes))]
+            self._awaited = [*self._receives, *(self._send_header(*each) for each in self._alone)]
 
     def arrived(self) -> bool:
         """Whether all is here; `wait` then only hands it over."""
@@ -161,16 +188,16 @@ class MessageRound:
         try:
             self._transport.wait(self._awaited, meanwhile)
         except Silence as silence:
-            silence.round = self._step.number
+            silence.round = self._number
             raise
 
     def headers(self) -> Sequence[memoryview]:
         """Give the headers that came."""
         return self._headers
 
-    def _send_header(self, dest: int) -> Any:
-        self._tally.sent(dest, self._alone.size)
-        return self._transport.isend(self._alone, dest, self._step.number)
+    def _send_header(self, dest: int, header: Bytes, tag: int) -> Any:
+        self._tally.sent(dest, header.size)
+        return self._transport.isend(header, dest, tag)
 
     def merge(self) -> None:
         """Merge what came."""
@@ -183,8 +210,10 @@ class WindowRound:
 
     Parameters
     ----------
-    step : RankRound
-    records : Records
+    steps : sequence of RankRound
+        One of each piece that this rank has to do with.
+    parts : sequence of Records
+        By piece.
     transport : Transport
         Its deadline is this round's too.
     window : Window
@@ -194,41 +223,57 @@ class WindowRound:
 
     ahead: tuple[Any, ...] = ()
 
-    def __init__(self, step: RankRound, records: Records, transport: Transport, window: Window, ordinal: int) -> None:
+    def __init__(
+        self,
+        steps: Sequence[RankRound],
+        parts: Sequence[Records],
+        transport: Transport,
+        window: Window,
+        ordinal: int,
+    ) -> None:
         code = compiled()
-        self._step, self._records, self._transport, self._window = step, records, transport, window
+        self._steps, self._parts, self._transport, self._window = steps, parts, transport, window
         self._publish, self._collect, self._waiting = code.publish_at(), code.collect_at(), code.WAITING
         self._sleep = code.sleep_at()
         self._different, self._ordinal, self.published = code.DIFFERENT, ordinal, False
-        self._found = code.WAITING
-        sources = [source for source, _, _ in step.receives]
+        self._found, self._number = code.WAITING, steps[0].number
+        self._places = _places([records.payload_bytes for records in parts])
+        self._sent = [step.piece for step in steps if any(slots for _, slots in step.sends)]
+        self._speaks = any(step.sends for step in steps)
+        sources = list(dict.fromkeys(source for step in steps for source, _, _ in step.receives))
         self._slots = [np.array([window.address(rank, use) for rank in sources], np.int64) for use in (0, 1)]
         self._headers = [[window.header(rank, use) for rank in sources] for use in (0, 1)]
-        self._mergers = [self._prepare(use) for use in (0, 1)]
-        self._own = records.buffer.ctypes.data, records.payloads[0].ctypes.data
+        self._mergers = [[merge for step in steps for merge in self._prepare(step, use)] for use in (0, 1)]
+        self._own = parts[0].buffer.ctypes.data, parts[0].payloads[0].ctypes.data
 
     @property
     def _use(self) -> int:
         return self._window.use + self._ordinal
 
-    def _prepare(self, use: int) -> list[Callable[[], None]]:
+    def _payload(self, rank: int, use: int, piece: int) -> Bytes:
+        """Rows of a piece in a slot."""
+        at = self._places[piece]
+        return self._window.payload(rank, use, at.stop)[at]
+
+    def _prepare(self, step: RankRound, use: int) -> list[Callable[[], None]]:
         """Make ready to merge, straight out of the window; what is not merged is copied to its record."""
-        records, size = self._records, self._records.payload_bytes
-        found = {at: self._window.payload(rank, use, size) for rank, slots, at in self._step.receives if slots}
-        if not self._step.merges:
+        records, piece = self._parts[step.piece], step.piece
+        found = {at: self._payload(rank, use, piece) for rank, slots, at in step.receives if slots}
+        if not step.merges:
             return [_copier(records.payloads[at], payload) for at, payload in found.items()]
         found.setdefault(0, records.payloads[0])
-        return [records.merger([found[at] for at in sources]) for sources in self._step.merges]
+        return [records.merger([found[at] for at in sources]) for sources in step.merges]
 
     def post(self, full: bool) -> None:
         """Publish; without a payload, ``full`` false, the header alone."""
-        use, (header, payload) = self._use, self._own
-        if self._step.sends and not self.published:
-            filled = full and any(slots for _, slots in self._step.sends)
-            self._publish(
-                self._window.address(self._transport.rank, use), header, payload,
-                self._records.payload_bytes if filled else 0, use,
-            )  # fmt: skip
+        if self._speaks and not self.published:
+            use, (header, payload), rank = self._use, self._own, self._transport.rank
+            size = self._places[0].stop if full and self._sent else 0
+            if size and len(self._parts) > 1:  # rows that are not beside each other here, but are there
+                size = 0
+                for piece in self._sent:
+                    np.copyto(self._payload(rank, use, piece), self._parts[piece].payloads[0])
+            self._publish(self._window.address(rank, use), header, payload, size, use)
         self.published = False
 
     def arrived(self) -> bool:
@@ -256,7 +301,7 @@ class WindowRound:
         try:  # asleep, a rank would not move on what else is in flight
             self._transport.wait_for(published, sleep if meanwhile is nothing else nap)
         except Silence as silence:
-            silence.round = self._step.number
+            silence.round = self._number
             raise
 
     def headers(self) -> Sequence[memoryview]:
@@ -267,6 +312,12 @@ class WindowRound:
         """Merge what came."""
         for merge in self._mergers[self._use % 2]:
             merge()
+
+
+def _places(sizes: Sequence[int]) -> list[slice]:
+    """Give where each piece's bytes are in a slot."""
+    ends = list(accumulate(sizes))
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _copier(to: Bytes, payload: Bytes) -> Callable[[], None]:

@@ -170,9 +170,12 @@ class Session:
         return found
 
     def _direct(self, plan: Plan, ops: Any) -> DirectOps | None:
-        """Give ``ops`` if this rank's messages may be in its card's memory; the others need not know."""
-        in_windows = any(each.shared for each in plan.rounds)
-        return ops if ops.direct in self._channel.gpu_memory.families and not in_windows else None
+        """Give ``ops`` if this rank's messages may be in its card's memory; the others need not know.
+
+        Pieces are cut on the host, and windows are there.
+        """
+        on_host = plan.pieces > 1 or any(each.shared for each in plan.rounds)
+        return ops if ops.direct in self._channel.gpu_memory.families and not on_host else None
 
     def _describe(self, attempt: Attempt) -> None:
         self._negotiate(lambda: Description.of_attempt(attempt), attempt.error)

@@ -46,8 +46,8 @@ class Swap:
         self._exchange, self._channel, self._round, self._otherwise = exchange, channel, only, otherwise
         self._ops, self._shape, self._dtype = state.ops, packed.shape, packed.dtype
         self._window, self._yields = window, window.yields
-        self._run: Callable[..., int] = compiled().swap_at(exchange.records.form)
-        self._room = compiled().room(exchange.transport.size, exchange.records.form)
+        self._run: Callable[..., int] = compiled().swap_at(exchange.form)
+        self._room = compiled().room(exchange.transport.size, exchange.form)
         self._header = np.zeros(4, np.int64)
         self._header.view(np.uint8)[:] = np.frombuffer(Header(0, 0, signature.digest, 0).pack(), np.uint8)
         self._places = [self._places_in(use) for use in (0, 1)]

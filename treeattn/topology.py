@@ -1,13 +1,23 @@
-"""Which ranks share a host: pure functions from what ranks know about themselves to one label per rank."""
+"""Who is where: which ranks share a host, which hosts a rack, and which ranks are near their host's network card."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from treeattn.errors import InputError
 
-__all__ = ["HOSTS_VARIABLE", "check_hosts", "group_ranks", "host_labels", "hosts_of_environment"]
+__all__ = [
+    "HOSTS_VARIABLE",
+    "check_hosts",
+    "group_ranks",
+    "host_labels",
+    "hosts_of_environment",
+    "near_card",
+    "rack_of",
+]
 
 HOSTS_VARIABLE = "TREEATTN_HOSTS"
 
@@ -24,6 +34,17 @@ def group_ranks(hosts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     for rank, host in enumerate(hosts):
         groups.setdefault(host, []).append(rank)
     return tuple(map(tuple, groups.values()))
+
+
+def rack_of(host: str) -> str:
+    """Give the rack of a host: what is before the last slash of its label, nothing where there is none.
+
+    Examples
+    --------
+    >>> rack_of("rack0/a"), rack_of("a")
+    ('rack0', '')
+    """
+    return host.rpartition("/")[0]
 
 
 def host_labels(names: Sequence[str], shared: Sequence[int]) -> tuple[tuple[str, ...], bool]:
@@ -86,3 +107,37 @@ def check_hosts(hosts: Any, size: int, argument: str = "hosts") -> tuple[str, ..
     if not all(labels):
         raise InputError.of(argument, expected="no empty label", got=repr(labels))
     return labels
+
+
+def near_card(system: Path = Path("/sys"), cores: Iterable[int] | None = None) -> bool:
+    """Tell whether this process runs on the NUMA node of a network card, as far as Linux says so.
+
+    Parameters
+    ----------
+    system : Path
+        Where Linux describes the machine.
+    cores : iterable of int, optional
+        Those that the process may use; by default all that it really may.
+    """
+    cards = {_text(path) for path in _cards(system)} - {"", "-1"}
+    mine = set(os.sched_getaffinity(0) if cores is None else cores)
+    near = (_cores_in(_text(system / f"devices/system/node/node{card}/cpulist")) for card in cards)
+    return any(not mine.isdisjoint(each) for each in near)
+
+
+def _cards(system: Path) -> Iterable[Path]:
+    for kind in ("net", "infiniband"):
+        yield from (system / "class" / kind).glob("*/device/numa_node")  # what is virtual has no device
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _cores_in(text: str) -> set[int]:
+    """Read cores as Linux lists them, such as "0-3,8"."""
+    ends = [part.split("-") for part in text.split(",") if part]
+    return {core for each in ends for core in range(int(each[0]), int(each[-1]) + 1)}

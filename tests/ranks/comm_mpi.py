@@ -111,7 +111,7 @@ def steps(hosts):
 
 def flight(hosts):
     """All-reduces in flight give the bits of others, and leave nothing."""
-    before = open_things()
+    before, left_open = open_things(), 0
     for _ in range(2):
         with treeattn.TreeComm(hosts=hosts.split(",")) as comm:
             states = [treeattn.merge([state(comm.rank + number)]) for number in range(3)]

@@ -94,7 +94,7 @@ def _list_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
 @click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--dtype", type=click.Choice(FLOAT_DTYPES), default="float32", show_default=True)
 @click.option("--causal", is_flag=True, help="Query tokens see no later ones.")
-@click.option("--plan", default="auto", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN.")
+@click.option("--plan", default="default", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN.")
 @click.option("--backend", help="Backend's name.  [default: what suits the arrays]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Timed steps per row.")

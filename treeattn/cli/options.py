@@ -91,7 +91,7 @@ def plan_options(command: Command) -> Command:
     """Add --hosts, --plan and --deterministic: who shares a host, and which tree is used."""
     for option in (
         click.option("--deterministic", is_flag=True, help="Equal bits whatever the hosts, for more bytes."),
-        click.option("--plan", default="auto", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN."),
+        click.option("--plan", default="default", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN."),
         click.option(
             "--hosts", callback=read_hosts, metavar="A,A,B,B", help="Pretend that the ranks are on these hosts."
         ),

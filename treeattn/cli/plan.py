@@ -12,7 +12,7 @@ from treeattn.cli.options import json_option
 from treeattn.cli.output import console, counts, escape, print_rows, size, write_json
 from treeattn.errors import InputError
 from treeattn.forecast import LAUNCH_US, Cluster, Demand, Terms, forecast, smallest_fit
-from treeattn.planner import choose_radices, plan_allreduce
+from treeattn.planner import plan_allreduce
 from treeattn.published import GUIDE_MS, GUIDE_RANKS, GUIDE_TOKENS
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ def _capacity(order: Order) -> dict[str, Any]:
         demand = replace(order.demand, kv_itemsize=itemsize)
         fit = smallest_fit(demand, order.device, order.per_node)
         cache[name] = {"bytes": demand.kv_bytes, "bytes_per_rank": demand.kv_bytes / order.ranks, "smallest_fit": fit}
-    hosts, payload = order.cluster(order.ranks).hosts, order.demand.state_bytes
-    return {"cache": cache, "plan": str(plan_allreduce(hosts, choose_radices(hosts, payload)))}
+    cluster, payload = order.cluster(order.ranks), order.demand.state_bytes
+    return {"cache": cache, "plan": str(plan_allreduce(cluster.hosts, cluster.radices(payload)))}
 
 
 def _times(order: Order) -> dict[str, Any]:

@@ -74,7 +74,8 @@ def _layout(hosts: tuple[str, ...] | None) -> tuple[int, tuple[str, ...]]:
 
 
 def _tree(hosts: tuple[str, ...], plan: str, deterministic: bool, root: int | None, payload: int) -> Plan:
-    from treeattn.planner import choose_radices, parse_radices, plan_allreduce, plan_reduce
+    from treeattn.choosing import choose_radices
+    from treeattn.planner import parse_radices, plan_allreduce, plan_reduce
 
     radices = parse_radices(plan) or choose_radices(hosts, payload)
     if root is None:

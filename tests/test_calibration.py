@@ -1,0 +1,156 @@
+"""The measured cost model: what is fitted to known times, and measuring on ranks that are threads, and on MPI."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeattn import PartialState, TreeComm
+from treeattn.calibration import Sample, fit
+from treeattn.catalog import Link
+from treeattn.choosing import choose_radices
+from treeattn.costs import DEFAULT_MODEL, CostModel, cost
+from treeattn.emulation import DelayedTransport, Delays
+from treeattn.planner import plan_allreduce
+from treeattn.radices import Radices
+from treeattn.testing import run_ranks
+
+RECORD = 16672
+
+
+def samples_of(way, link, partners, *, crowd=1):
+    """What a link's own formula says of the probes: every size with one partner, two sizes with many."""
+    sizes = [32, RECORD, 2 * RECORD, 4 * RECORD]
+    kinds = [(1, size, 1) for size in sizes] + [(partners, size, 1) for size in sizes[:2] if partners > 1]
+    kinds += [(1, RECORD, crowd)] * (crowd > 1)
+    for many, size, leaders in kinds:
+        share = leaders / min(leaders, link.lanes or leaders)
+        moving = many * (2 * link.gap_us + link.transfer_us(size)) * share
+        took = link.alpha_us + moving + link.handshake_us(size)
+        yield Sample(way, many, size, leaders, took, took + link.jitter_us)
+
+
+@given(
+    st.floats(1, 1e4),
+    st.floats(0.1, 50),
+    st.floats(0, 10),
+    st.sampled_from([1, 3, 7]),
+    st.booleans(),
+    st.floats(0, 100),
+)
+@settings(deadline=None)
+def test_a_link_is_found_in_the_times_that_it_takes(alpha, rate, gap, partners, asks, jitter):
+    gap = gap if partners > 1 else 0.0  # which is not told from latency where there are two hosts
+    steps = ((2 * RECORD, 2 * alpha),) if asks else ()
+    link = Link(alpha, rate, "measured", gap, steps, jitter_us=jitter)
+    found = fit(list(samples_of("between", link, partners)), 10.0)
+    assert found.between.alpha_us == pytest.approx(alpha, rel=1e-6, abs=1e-6)
+    assert found.between.gap_us == pytest.approx(gap, rel=1e-6, abs=1e-6)
+    assert found.between.gb_per_s == pytest.approx(rate, rel=1e-3)
+    assert found.between.jitter_us == pytest.approx(jitter, abs=1e-6)
+    assert [limit for limit, _ in found.between.steps] == [limit for limit, _ in steps]
+    assert [more for _, more in found.between.steps] == pytest.approx([more for _, more in steps], rel=1e-3)
+    assert (found.inside, found.window) == (DEFAULT_MODEL.inside, DEFAULT_MODEL.window)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4, None])
+def test_what_all_ranks_of_a_host_take_at_once_tells_how_many_can(lanes):
+    link = Link(50.0, 1.0, "measured", lanes=lanes)
+    expected = None if lanes == 4 else lanes
+    assert fit(list(samples_of("between", link, 1, crowd=4)), 10.0).between.lanes == expected
+
+
+def test_a_window_is_half_of_up_and_down():
+    """Four ranks: 6 us of latency a round, then merging 4 states at 10 GB/s and reading 4 at 5 GB/s."""
+    more = 4 * (RECORD - 32) / 10e3 + 4 * (RECORD - 32) / 5e3
+    samples = [Sample("window", 4, 32, 1, 12.0, 13.0), Sample("window", 4, RECORD, 1, 12.0 + more, 14.0 + more)]
+    window = fit(samples, 10.0).window
+    assert (window.alpha_us, window.jitter_us) == (6.0, pytest.approx(1.0))
+    assert window.gb_per_s == pytest.approx(5.0)
+
+
+def state_of(rank, heads=8):
+    out = np.random.default_rng(rank).standard_normal((1, heads, 1, 128), dtype=np.float32)
+    return PartialState.from_lse(out, np.zeros((1, heads, 1), np.float32), base="e")
+
+
+def delayed(transport, hosts, delays, **options):
+    far = DelayedTransport(transport, hosts, delays)
+    with TreeComm(far, **options) as comm:
+        before = comm.calibration
+        comm.allreduce(state_of(comm.rank))
+        first = comm.calibration
+        with TreeComm(far, **options) as again:
+            again.allreduce(state_of(comm.rank))
+            return before, first, again.calibration, comm.plan_for(state_of(0).nbytes)
+
+
+def test_auto_measures_once_and_all_ranks_have_the_same_model():
+    hosts, delays = ["a", "a", "b", "b", "c", "c"], Delays(0.0, 5e-3)
+    found = run_ranks(6, lambda transport: delayed(transport, hosts, delays, plan="auto"))
+    for before, first, again, plan in found:
+        assert before is None
+        assert first is again, "remembered with what both communicators were made of"
+        assert first == found[0][1]
+        assert plan.radices == choose_radices(hosts, state_of(0).nbytes, model=first.model)
+    model = found[0][1].model
+    assert cost(plan_allreduce(hosts), 16640, model).terms.total > 5e3, "a delay at least"
+    ways = {(each.way, each.partners, each.leaders) for each in found[0][1].samples}
+    assert ways == {("inside", 1, 1), ("between", 1, 1), ("between", 2, 1), ("between", 1, 2)}
+    assert all(0 < each.p50_us <= each.p99_us for each in found[0][1].samples)
+
+
+def test_racks_are_measured_apart():
+    hosts = ["r0/a", "r0/b", "r1/c", "r1/d"]
+    ((_, found, _, _), *_) = run_ranks(4, lambda transport: delayed(transport, hosts, Delays(0, 1e-3), plan="auto"))
+    assert {each.way for each in found.samples} == {"rack", "between"}
+    assert found.model.rack.source == "measured"
+
+
+def test_windows_are_measured_and_nothing_is_left_in_them():
+    def body(transport):
+        with TreeComm(transport, plan="auto") as comm:
+            merged = [comm.allreduce(state_of(comm.rank)).packed.tobytes() for _ in range(3)]
+            return merged, {each.way for each in comm.calibration.samples}
+
+    found = run_ranks(4, body, hosts=["a", "a", "b", "b"])
+    assert len(set(itertools.chain(*(merged for merged, _ in found)))) == 1
+    assert all(ways == {"inside", "window", "between"} for _, ways in found)
+
+
+def test_counters_do_not_count_what_is_measured():
+    def body(transport):
+        with TreeComm(transport, plan="auto") as comm:
+            comm.allreduce(state_of(comm.rank))
+            return comm.stats, comm.plan_for(state_of(0).nbytes).predict(state_of(0).nbytes).per_rank[comm.rank]
+
+    for stats, predicted in run_ranks(2, body, hosts=["a", "b"]):
+        assert (stats.messages, stats.bytes, stats.rounds) == (predicted.messages, predicted.bytes, predicted.rounds)
+
+
+def test_a_model_chooses_and_auto_takes_none():
+    slow = replace(DEFAULT_MODEL, between=Link(1.0, 1e-3, "", largest_radix=2))
+
+    def body(transport):
+        with TreeComm(transport, model=slow) as comm:
+            return comm.plan.radices
+
+    hosts = list("abcdefgh")
+    (radices,) = set(run_ranks(8, body, hosts=hosts))
+    assert radices == Radices(None, 2, scheme="reduce")
+    assert (
+        cost(plan_allreduce(hosts, radices), 16640, slow).total_us < cost(plan_allreduce(hosts), 16640, slow).total_us
+    )
+
+
+def test_one_process_has_nothing_to_measure():
+    with TreeComm(plan="auto") as comm:
+        comm.allreduce(state_of(0))
+        assert comm.calibration is None
+
+
+def test_a_model_of_its_own_differs_by_its_digest():
+    assert CostModel(*[Link(1, 1, "")] * 2).digest != CostModel(*[Link(2, 1, "")] * 2).digest

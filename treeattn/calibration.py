@@ -1,0 +1,279 @@
+"""Measuring the cost model: the rounds that plans are made of, timed one kind at a time, by the code that runs plans.
+
+A *probe* is a round in which all ranks of a group swap messages of one size with so many partners at once: with one,
+messages of every size that a plan may send, and with as many as may meet, headers and single states. In shared memory
+it is a round up and one down. The model is fitted to medians; what the 99th percentile adds is a link's jitter.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from treeattn.agreement import Header
+from treeattn.catalog import Link
+from treeattn.channel import Channel
+from treeattn.costs import DEFAULT_MODEL, CostModel
+from treeattn.executor import Exchange
+from treeattn.plan import Merge, Message, Plan, Round
+from treeattn.radices import Radices
+from treeattn.rounds import Tally
+from treeattn.topology import group_ranks, rack_of
+from treeattn.window import STATE_BYTES, Window
+from treeattn.wire_form import WireForm, merger
+
+__all__ = ["Calibration", "Sample", "calibrate", "fit"]
+
+Groups: TypeAlias = "Sequence[tuple[int, ...]]"
+
+SECONDS = 0.1
+"""Roughly how long a probe is repeated."""
+
+FEWEST, MOST = 5, 200
+"""Repeats of a probe, at least and at most."""
+
+FIRST = 3
+"""Repeats that tell how long a probe takes."""
+
+MOST_PARTNERS = 15
+"""Most partners of a probe."""
+
+STEP = 0.3
+"""A message that takes longer than its bytes explain, by this share of a latency, has met another protocol."""
+
+CROWDED = 1.25
+"""Where all ranks of a host at once take longer than one by this factor, they share lanes."""
+
+MERGED = 8
+"""States of the merge that is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one kind of round took.
+
+    Parameters
+    ----------
+    way : str
+        "inside", "window", "rack" or "between".
+    partners : int
+        Messages that each rank sends and receives; in a window, ranks of the largest host.
+    nbytes : int
+        Of each message.
+    leaders : int
+        Ranks of a host that do so at once.
+    p50_us, p99_us : float
+        Median and 99th percentile over repeats, of the slowest rank.
+    """
+
+    way: str
+    partners: int
+    nbytes: int
+    leaders: int
+    p50_us: float
+    p99_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured, and the model that fits it."""
+
+    samples: tuple[Sample, ...]
+    model: CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    way: str
+    partners: int
+    slots: int
+    leaders: int
+    rounds: tuple[Round, ...]
+
+    def plan(self, hosts: tuple[str, ...], number: int) -> Plan:
+        """Make it a plan whose rounds, which are the tags of messages, are no other probe's."""
+        earlier = (Round("between", "exchange", ()),) * (2 * number)
+        return Plan("allreduce", None, hosts, Radices(), False, (*earlier, *self.rounds))
+
+
+def calibrate(channel: Channel, window: Window | None, form: WireForm) -> Calibration:
+    """Measure for states of one form; collective.
+
+    Every rank computes the model from every rank's times, and so all have the same.
+
+    Parameters
+    ----------
+    channel : Channel
+    window : Window or None
+        Of this rank's host.
+    form : WireForm
+    """
+    hosts = channel.hosts
+    probes = list(_probes(hosts, window is not None and form.nbytes <= STATE_BYTES))
+    branch, tally = channel.branch(), Tally(hosts, channel.rank)
+    exchanges = [
+        Exchange(probe.plan(hosts, number), branch, window, form, tally) for number, probe in enumerate(probes)
+    ]
+    first = _slowest(channel, [float(np.median(_times(channel, each, FIRST))) for each in exchanges])
+    counts = [int(min(max(SECONDS / each, FEWEST), MOST)) for each in first]
+    times = [_times(channel, each, count) for each, count in zip(exchanges, counts, strict=True)]
+    quantiles = [1e6 * float(np.quantile(each, at)) for at in (0.5, 0.99) for each in times]
+    *slowest, merging = _slowest(channel, [*quantiles, _merge_seconds(form)])
+    channel.retire(branch)
+    samples = tuple(
+        Sample(probe.way, probe.partners, each.plan.message_bytes(probe.slots, form.nbytes), probe.leaders, p50, p99)
+        for probe, each, p50, p99 in zip(probes, exchanges, slowest[: len(probes)], slowest[len(probes) :], strict=True)
+    )
+    return Calibration(samples, fit(samples, MERGED * form.nbytes / merging / 1e9))
+
+
+def _slowest(channel: Channel, values: Sequence[float]) -> list[float]:
+    """Give, of each value, the largest that any rank has."""
+    found = [json.loads(each) for each in channel.gather(json.dumps(values).encode())]
+    return [max(each) for each in zip(*found, strict=True)]
+
+
+def _times(channel: Channel, exchange: Exchange, count: int) -> list[float]:
+    """Seconds that each of ``count`` runs takes, after one that does not count."""
+    times, header = [], Header(0, 0, 0, 0)
+    for _ in range(count + 1):
+        start = time.perf_counter()
+        channel.call(exchange.run, header)
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def _merge_seconds(form: WireForm) -> float:
+    """Seconds to merge `MERGED` states."""
+    sources = list(np.zeros((MERGED, form.nbytes), np.uint8))
+    merge = merger(np.zeros(form.nbytes, np.uint8), sources, form)
+    return min(_elapsed(merge) for _ in range(20))
+
+
+def _elapsed(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _probes(hosts: tuple[str, ...], shared: bool) -> Iterator[_Probe]:
+    groups = group_ranks(hosts)
+    leaders = tuple(group[0] for group in groups)
+    racks = [tuple(leaders[index] for index in rack) for rack in group_ranks(rack_of(hosts[at]) for at in leaders)]
+    yield from _swaps("inside", groups)
+    if shared:
+        yield from (_up_and_down(groups, slots) for slots in (0, 1))
+    if 1 < len(racks) < len(leaders):
+        yield from _swaps("rack", racks)
+        yield from _swaps("between", [tuple(rack[0] for rack in racks)])
+    elif len(leaders) > 1:
+        yield from _swaps("between", [leaders])
+    each = min(map(len, groups))
+    if len(leaders) > 1 and each > 1:
+        yield _swap("between", [tuple(group[index] for group in groups) for index in range(each)], 1, 1, each)
+
+
+def _swaps(way: str, groups: Groups) -> Iterator[_Probe]:
+    """Swap messages of each size with one partner, and of two sizes with many, where there are that many."""
+    largest = max(map(len, groups))
+    sizes = [0, 1]
+    while 2 * sizes[-1] <= largest // 2:
+        sizes.append(2 * sizes[-1])
+    many = min(largest - 1, MOST_PARTNERS)
+    yield from (_swap(way, groups, 1, slots, 1) for slots in sizes if largest > 1)
+    yield from (_swap(way, groups, many, slots, 1) for slots in (0, 1) if many > 1)
+
+
+def _swap(way: str, groups: Groups, partners: int, slots: int, leaders: int) -> _Probe:
+    room = max(slots, 1)
+    messages = tuple(
+        Message(group[(index + offset) % len(group)], rank, slots, offset * room)
+        for group in groups
+        for index, rank in enumerate(group)
+        for offset in range(1, min(partners, len(group) - 1) + 1)
+    )
+    return _Probe(way, partners, slots, leaders, (Round("between", "exchange", messages),))
+
+
+def _up_and_down(groups: Groups, slots: int) -> _Probe:
+    up = tuple(Message(rank, group[0], slots, at) for group in groups for at, rank in enumerate(group[1:], 1))
+    down = tuple(Message(group[0], rank, slots) for group in groups for rank in group[1:])
+    merges = tuple(Merge(group[0], tuple(range(len(group)))) for group in groups if slots and len(group) > 1)
+    rounds = Round("inside", "reduce", up, merges, True), Round("inside", "broadcast", down, (), True)
+    return _Probe("window", max(map(len, groups)), slots, 1, rounds)
+
+
+def fit(samples: Sequence[Sample], merge_gb_per_s: float) -> CostModel:
+    """Fit a cost model to what was measured; ways that were not measured are the default's.
+
+    Examples
+    --------
+    >>> swaps = [Sample("between", 1, 32, 1, 100.016, 110.0), Sample("between", 1, 10032, 1, 105.016, 130.016)]
+    >>> fitted = fit(swaps, 10.0).between
+    >>> round(fitted.alpha_us, 6), round(fitted.gb_per_s, 6), round(fitted.jitter_us, 6)
+    (100.0, 2.0, 25.0)
+    """
+    of = {way: [each for each in samples if each.way == way] for way in ("inside", "window", "rack", "between")}
+    return CostModel(
+        inside=_link(of["inside"]) if of["inside"] else DEFAULT_MODEL.inside,
+        between=_link(of["between"]) if of["between"] else DEFAULT_MODEL.between,
+        rack=_link(of["rack"]) if of["rack"] else None,
+        window=_window(of["window"], merge_gb_per_s) if of["window"] else DEFAULT_MODEL.window,
+        merge_gb_per_s=merge_gb_per_s,
+    )
+
+
+def _link(samples: Sequence[Sample]) -> Link:
+    """Fit a link: latency and gap to headers, rate to the middle one of slopes, steps to what is then too long."""
+    alone = sorted((each for each in samples if each.leaders == each.partners == 1), key=lambda each: each.nbytes)
+    most = max(each.partners for each in samples)
+    many = sorted((each for each in samples if each.partners == most > 1), key=lambda each: each.nbytes)
+    slopes = sorted([*_slopes(alone), *_slopes(many)])
+    slope = max(slopes[(len(slopes) - 1) // 2], 1e-9)
+    each = max(0.0, (many[0].p50_us - alone[0].p50_us) / (most - 1)) if many else slope * alone[0].nbytes
+    gap, rate = max(0.0, each - slope * alone[0].nbytes) / 2, 1e-3 / slope
+    alpha = max(0.0, alone[0].p50_us - each)
+    plain = Link(alpha, rate, "measured", gap, largest_radix=most + 1 if most == MOST_PARTNERS else None)
+    jitter = max(each.p99_us - each.p50_us for each in alone[1:])
+    crowd = [each for each in samples if each.leaders > 1]
+    lanes = _lanes(crowd[0], alone[1], plain) if crowd else None
+    return replace(plain, steps=_steps(alone, plain), lanes=lanes, jitter_us=jitter)
+
+
+def _slopes(samples: Sequence[Sample]) -> list[float]:
+    """Microseconds per byte from each size to the next."""
+    return [
+        (after.p50_us - before.p50_us) / (after.nbytes - before.nbytes) / after.partners
+        for before, after in pairwise(samples)
+    ]
+
+
+def _steps(alone: Sequence[Sample], plain: Link) -> tuple[tuple[int, float], ...]:
+    """Find where messages take longer than latency and bytes explain."""
+    steps: list[tuple[int, float]] = []
+    for before, after in pairwise(alone):
+        explained = plain.message_us(after.nbytes) + 2 * plain.gap_us + sum(more for _, more in steps)
+        if after.p50_us - explained > STEP * plain.alpha_us:
+            steps.append((before.nbytes, after.p50_us - explained))
+    return tuple(steps)
+
+
+def _lanes(crowd: Sample, alone: Sample, plain: Link) -> int | None:
+    """Find out how many ranks of a host can send at once, from what one and all take beyond latency."""
+    slower = (crowd.p50_us - plain.alpha_us) / max(alone.p50_us - plain.alpha_us, 1e-9)
+    return None if slower < CROWDED else max(1, round(crowd.leaders / slower))
+
+
+def _window(samples: Sequence[Sample], merge_gb_per_s: float) -> Link:
+    """Fit a window: half of two rounds is the latency, and what states add, but for merging, the rate."""
+    small, large = samples
+    ranks, merging = small.partners, small.partners * (large.nbytes - small.nbytes) / (merge_gb_per_s * 1e3)
+    more = max(large.p50_us - small.p50_us - merging, 1e-6)
+    rate = ranks * (large.nbytes - small.nbytes) / more / 1e3
+    return Link(small.p50_us / 2, rate, "measured", jitter_us=(large.p99_us - large.p50_us) / 2)
