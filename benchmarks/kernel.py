@@ -24,7 +24,7 @@ from kernel_report import about_machine, draw, table
 from kernel_samples import Sample, summary
 
 HERE = Path(__file__).parent
-TURNS = 4
+TURNS = 8
 """Times that each library's turn comes, where there are several."""
 
 SLOWING = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")

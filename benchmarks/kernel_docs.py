@@ -81,7 +81,7 @@ def shares(runs: Runs, group: str) -> list[str]:
 def peers(runs: Runs) -> list[str]:
     """Share of the limit for each library, in the runs that had others than treeattn too."""
     lines = table_head(
-        ["row", "threads", *(f"{library}: % of a read" for library in LIBRARIES), "times the best other"]
+        ["row", "threads", *(f"{library}: % of a read" for library in LIBRARIES), "times as fast as the best other"]
     )
     together = {row["run"] for (_, _, peer), rows in runs.items() if peer in LIBRARIES[1:] for row in rows}
     for name in dict.fromkeys(case.name for case in GROUPS["peers"]):
@@ -100,12 +100,12 @@ def library_cell(rows: Sequence[Row]) -> str:
 
 
 def ahead(runs: Runs, name: str, threads: int) -> str:
-    """How many times as fast as the best other library of the same run."""
+    """How many times as fast as the best other library of the same run: time over time, not share over share."""
     best: dict[int, float] = defaultdict(float)
     for row in (row for library in LIBRARIES[1:] for row in measured(runs[name, threads, library])):
-        best[row["run"]] = max(best[row["run"]], row["share"])
+        best[row["run"]] = max(best[row["run"]], row["gb_per_s"])
     own = [row for row in measured(runs[name, threads, "treeattn"]) if row["run"] in best]
-    return every([{"times": row["share"] / best[row["run"]]} for row in own], "times", 1, 1)
+    return every([{"times": row["gb_per_s"] / best[row["run"]]} for row in own], "times", 1, 1)
 
 
 def fixed(runs: Runs) -> list[str]:
