@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from treeattn import cli, doctor
+from treeattn.catalog import Link
 from treeattn.cli.workload import Workload
+from treeattn.costs import CostModel
 from treeattn.plan import Stats
 from treeattn.planner import plan_allreduce
 
@@ -156,6 +158,35 @@ def test_topology_draws_an_imagined_layout(treeattn):
     assert ended.out.startswith(plan_allreduce("aabb").draw().splitlines()[0].partition(",")[0])
     assert "\na\n" in ended.out
     assert "busiest rank sends" in ended.out
+
+
+def test_topology_writes_a_plan_and_draws_what_it_wrote(treeattn, tmp_path):
+    file = str(tmp_path / "plan.json")
+    written = treeattn("topology", "--hosts", "r0/a,r0/a,r0/b,r1/c", "--plan", "all,2,all,leaders=2", "--save", file)
+    read = treeattn("topology", "--plan", file)
+    assert (read.status, read.out) == (0, written.out)
+    assert "inside racks" in read.out
+    assert "the first of 2 pieces" in read.out
+
+
+def test_topology_forecasts_by_a_model(treeattn, tmp_path):
+    file = tmp_path / "model.json"
+    file.write_text(CostModel(Link(1, 1e9, ""), Link(1000, 1e9, ""), merge_gb_per_s=1e9).to_json())
+    found = treeattn("topology", "--hosts", "a,b,c", "--model", str(file), "--json", "-").json["cost_us"]
+    assert found["total"] == pytest.approx(1000, rel=1e-3)
+    assert found["latency"] == 1000
+
+
+def test_topology_measures_a_model_and_plans_beside_it(treeattn, mpirun, tmp_path):
+    file, results = tmp_path / "model.json", tmp_path / "found.json"
+    arguments = ("--calibrate", "--hosts", "a,a,b,b", "--save", str(file), "--json", str(results))
+    mpirun(("-m", "treeattn", "topology", *arguments), 4)
+    found = json.loads(results.read_text())
+    assert {each["way"] for each in found["samples"]} >= {"inside", "between"}
+    assert all(each["predicted_us"] > 0 and each["p50_us"] > 0 for each in found["plans"])
+    assert found["chosen"] in {each["plan"] for each in found["plans"]}
+    assert "latency" in treeattn("topology", "--hosts", "a,a,b,b", "--model", str(file)).out
+    assert "--calibrate: expected several ranks" in treeattn("topology", "--calibrate").err
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeattn.errors import InputError
-from treeattn.topology import check_hosts, group_ranks, host_labels, hosts_of_environment
+from treeattn.topology import check_hosts, group_ranks, host_labels, hosts_of_environment, near_card, rack_of
 
 LABELS = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=20)
 
@@ -58,3 +58,34 @@ def test_wrong_hosts_are_refused_with_a_sentence(hosts, message):
 
 def test_labels_may_be_numbers():
     assert check_hosts([0, 0, 1], 3) == ("0", "0", "1")
+
+
+def test_a_rack_is_what_is_before_the_last_slash():
+    assert [rack_of(host) for host in ("rack0/a", "a/b/c", "a", "/a")] == ["rack0", "a/b", "", ""]
+
+
+def machine(folder, cards, nodes):
+    """What Linux says of a machine: the NUMA node of each card, and the cores of each node."""
+    for kind, name, node in cards:
+        device = folder / "class" / kind / name / "device"
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    for node, cores in nodes.items():
+        place = folder / f"devices/system/node/node{node}"
+        place.mkdir(parents=True)
+        (place / "cpulist").write_text(f"{cores}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("cores", "near"), [({0}, False), ({4}, True), ({3, 8}, True), ({7}, False), ({9}, False), (set(), False)]
+)
+def test_ranks_are_near_a_card_on_its_node(tmp_path, cores, near):
+    cards = [("net", "eth0", 1), ("net", "eth1", -1), ("infiniband", "mlx5_0", 2)]
+    system = machine(tmp_path, cards, {0: "0-3", 1: "4-6", 2: "8"})
+    assert near_card(system, cores) is near
+
+
+def test_without_a_card_or_linux_nobody_is_near(tmp_path):
+    assert not near_card(machine(tmp_path, [], {0: "0-3"}), {0})
+    assert not near_card(tmp_path / "none", {0})

@@ -1,6 +1,6 @@
 """Measuring the cost model: the rounds that plans are made of, timed one kind at a time, by the code that runs plans.
 
-A *probe* is a round in which all ranks of a group swap messages of one size with so many partners at once: with one,
+A *probe* is a round in which the ranks of a group swap messages of one size with so many partners at once: two by two,
 messages of every size that a plan may send, and with as many as may meet, headers and single states. In shared memory
 it is a round up and one down. The model is fitted to medians; what the 99th percentile adds is a link's jitter.
 """
@@ -140,13 +140,15 @@ def _slowest(channel: Channel, values: Sequence[float]) -> list[float]:
 
 
 def _times(channel: Channel, exchange: Exchange, count: int) -> list[float]:
-    """Seconds that each of ``count`` runs takes, after one that does not count."""
-    times, header = [], Header(0, 0, 0, 0)
-    for _ in range(count + 1):
-        start = time.perf_counter()
+    """Seconds that each of ``count`` runs takes, by the mean of two in a row, after one that does not count.
+
+    Two ranks that only wait for each other, and don't begin at once, take turns in waiting long and not at all.
+    """
+    ends, header = [], Header(0, 0, 0, 0)
+    for _ in range(count + 2):
         channel.call(exchange.run, header)
-        times.append(time.perf_counter() - start)
-    return times[1:]
+        ends.append(time.perf_counter())
+    return [max((end - start) / 2, 1e-9) for start, end in zip(ends, ends[2:], strict=False)]
 
 
 def _merge_seconds(form: WireForm) -> float:
@@ -193,12 +195,26 @@ def _swaps(way: str, groups: Groups) -> Iterator[_Probe]:
 def _swap(way: str, groups: Groups, partners: int, slots: int, leaders: int) -> _Probe:
     room = max(slots, 1)
     messages = tuple(
-        Message(group[(index + offset) % len(group)], rank, slots, offset * room)
+        Message(group[source], group[dest], slots, number * room)
         for group in groups
-        for index, rank in enumerate(group)
-        for offset in range(1, min(partners, len(group) - 1) + 1)
+        for number, source, dest in _pairs(len(group), partners)
     )
     return _Probe(way, partners, slots, leaders, (Round("between", "exchange", messages),))
+
+
+def _pairs(count: int, partners: int) -> Iterator[tuple[int, int, int]]:
+    """Give (number, source, dest): neighbours two by two, who wait for each other, or each with those after it.
+
+    In a ring with one partner, ranks would not wait for whom they send to, and drift apart.
+    """
+    if partners == 1:
+        yield from ((1, rank ^ 1, rank) for rank in range(count - count % 2))
+    else:
+        yield from (
+            (number, (rank + number) % count, rank)
+            for rank in range(count)
+            for number in range(1, min(partners, count - 1) + 1)
+        )
 
 
 def _up_and_down(groups: Groups, slots: int) -> _Probe:
@@ -260,7 +276,8 @@ def _steps(alone: Sequence[Sample], plain: Link) -> tuple[tuple[int, float], ...
     for before, after in pairwise(alone):
         explained = plain.message_us(after.nbytes) + 2 * plain.gap_us + sum(more for _, more in steps)
         if after.p50_us - explained > STEP * plain.alpha_us:
-            steps.append((before.nbytes, after.p50_us - explained))
+            limit = max(before.nbytes, 2 ** ((after.nbytes - 1).bit_length() - 1))  # protocols change at powers of two
+            steps.append((limit, after.p50_us - explained))
     return tuple(steps)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from treeattn.cli.options import json_option, on_ranks, plan_options
 from treeattn.cli.output import console, counts, drawable, print_rows, write_json
+from treeattn.costs import CostModel, cost, read_model
 from treeattn.errors import InputError
 from treeattn.launch import launched
 
@@ -17,11 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["topology"]
 
+FILE = click.Path(dir_okay=False, writable=True)
+
 EXAMPLES = """\b
 Examples:
   treeattn topology --ranks 4
   treeattn topology --hosts a,a,b,b
   treeattn topology --hosts a,a,a,b,b,c --plan binary --payload 66560
+  treeattn topology --hosts r0/a,r0/b,r1/c,r1/d --plan all,2,all --model infinity-fabric-roce --save plan.json
+  treeattn topology --plan plan.json
+  treeattn topology --ranks 4 --calibrate --save model.json
   mpirun -n 4 treeattn topology --json -
 """
 
@@ -35,6 +42,9 @@ Examples:
     help="Bytes of a state: query heads x (width of v + 2) x 4.",
 )
 @click.option("--root", type=click.IntRange(0), help="Draw the tree that gives only this rank the result.")
+@click.option("--model", default="default", show_default=True, help="Cost model: a preset, or a file of --calibrate.")
+@click.option("--calibrate", is_flag=True, help="Measure a cost model on these ranks, and plans beside its forecasts.")
+@click.option("--save", type=FILE, help="Write the plan, or what --calibrate has measured, for --plan and --model.")
 @plan_options
 @json_option
 @on_ranks()
@@ -42,6 +52,9 @@ def topology(
     *,
     payload: int,
     root: int | None,
+    model: str,
+    calibrate: bool,
+    save: str | None,
     hosts: tuple[str, ...] | None,
     plan: str,
     deterministic: bool,
@@ -49,17 +62,49 @@ def topology(
 ) -> int:
     """Show hosts, ranks and the tree, and predict what a merge costs.
 
-    With --hosts and no launcher, nothing is started: the layout is only imagined.
+    With --hosts and no launcher, nothing is started: the layout is only imagined. --plan also takes the file of a plan.
+    What is before the last slash of a host is its rack.
     """
-    rank, labels = _layout(hosts)
-    tree = _tree(labels, plan, deterministic, root, payload)
+    if calibrate:
+        return _calibrate(hosts, payload, save, json_file)
+    rank, tree = _draw_from(hosts, plan, deterministic, root, payload, read_model(model))
     if rank == 0:
-        results = _results(tree, payload)
+        results = _results(tree, payload, read_model(model))
         to = console(json_file)
         to.print(drawable(tree.draw(), to.encoding), markup=False)
         print_rows(to, f"\nOne merge of states of {counts(payload)} bytes", _rows(results))
         write_json(json_file, results)
+        _save(save, tree.to_json())
     return 0
+
+
+def _calibrate(hosts: tuple[str, ...] | None, payload: int, save: str | None, json_file: str | None) -> int:
+    from treeattn.cli.calibrating import calibrate, show
+
+    rank, found, chosen, measured = calibrate(hosts, payload)
+    if rank == 0:
+        show(console(json_file), found, chosen, measured)
+        samples, plans = map(asdict, found.samples), map(asdict, measured)
+        write_json(json_file, {"samples": [*samples], "plans": [*plans], "chosen": str(chosen)})
+        _save(save, found.model.to_json())
+    return 0
+
+
+def _save(path: str | None, text: str) -> None:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def _draw_from(
+    hosts: tuple[str, ...] | None, plan: str, deterministic: bool, root: int | None, payload: int, model: CostModel
+) -> tuple[int, Plan]:
+    """Give this rank, and the plan of a file, or that of a layout."""
+    from treeattn.plan import Plan
+
+    if Path(plan).is_file():
+        return 0, Plan.from_json(Path(plan).read_text(encoding="utf-8"))
+    rank, labels = _layout(hosts)
+    return rank, _tree(labels, plan, deterministic, root, payload, model)
 
 
 def _layout(hosts: tuple[str, ...] | None) -> tuple[int, tuple[str, ...]]:
@@ -73,11 +118,13 @@ def _layout(hosts: tuple[str, ...] | None) -> tuple[int, tuple[str, ...]]:
         return comm.rank, comm.hosts
 
 
-def _tree(hosts: tuple[str, ...], plan: str, deterministic: bool, root: int | None, payload: int) -> Plan:
+def _tree(
+    hosts: tuple[str, ...], plan: str, deterministic: bool, root: int | None, payload: int, model: CostModel
+) -> Plan:
     from treeattn.choosing import choose_radices
     from treeattn.planner import parse_radices, plan_allreduce, plan_reduce
 
-    radices = parse_radices(plan) or choose_radices(hosts, payload)
+    radices = parse_radices(plan) or choose_radices(hosts, payload, model=model)
     if root is None:
         return plan_allreduce(hosts, radices, deterministic=deterministic)
     if root >= len(hosts):
@@ -85,14 +132,15 @@ def _tree(hosts: tuple[str, ...], plan: str, deterministic: bool, root: int | No
     return plan_reduce(hosts, root, radices, deterministic=deterministic)
 
 
-def _results(tree: Plan, payload: int) -> dict[str, Any]:
-    predicted = tree.predict(payload)
+def _results(tree: Plan, payload: int, model: CostModel) -> dict[str, Any]:
+    predicted, priced = tree.predict(payload), cost(tree, payload, model)
     return {
         "plan": str(tree),
         "hosts": tree.hosts,
         "payload_bytes": payload,
         "predicted": asdict(predicted.total),
         "busiest_rank_bytes": max(each.bytes for each in predicted.per_rank),
+        "cost_us": {**asdict(priced.terms), "total": priced.total_us},
     }
 
 
@@ -103,4 +151,11 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
         ("messages", f"{counts(predicted['messages'])}, {counts(predicted['messages_between'])} between hosts"),
         ("bytes sent", f"{counts(predicted['bytes'])}, {counts(predicted['bytes_between'])} between hosts"),
         ("busiest rank sends", f"{counts(results['busiest_rank_bytes'])} bytes"),
+        ("forecast", _terms(results["cost_us"])),
     ]
+
+
+def _terms(cost_us: dict[str, float]) -> str:
+    """Write the terms that there are, and their sum."""
+    terms = [f"{name} {cost_us[name]:.3g}" for name in cost_us if name not in ("jitter", "total") and cost_us[name]]
+    return f"{cost_us['total']:.3g} us by the model: {', '.join(terms)}" if terms else "nothing to send"

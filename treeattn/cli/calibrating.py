@@ -1,0 +1,134 @@
+"""What ``treeattn topology --calibrate`` does on ranks: it measures the model, and each plan beside its forecast."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeattn.choosing import candidates, estimate
+from treeattn.comm import TreeComm
+from treeattn.errors import InputError
+from treeattn.state import PartialState
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from treeattn.calibration import Calibration, Sample
+    from treeattn.radices import Radices
+
+__all__ = ["Measured", "calibrate", "show"]
+
+WIDTH = 128
+"""Width of v of the states that are merged: the payload's bytes are theirs to within a head row."""
+
+SECONDS = 0.25
+"""Roughly how long each plan is repeated."""
+
+FEWEST, MOST = 8, 1000
+"""Repeats, at least and at most."""
+
+SHOWN = 6
+"""Plans that are measured, the cheapest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A plan's forecast and what it took, in microseconds."""
+
+    plan: str
+    predicted_us: float
+    p50_us: float
+    p99_us: float
+
+    @property
+    def off(self) -> float:
+        """Share of the measurement by which the forecast misses it."""
+        return self.predicted_us / self.p50_us - 1
+
+
+def calibrate(hosts: tuple[str, ...] | None, payload: int) -> tuple[int, Calibration, Radices, list[Measured]]:
+    """Measure on the ranks that are here; collective.
+
+    Returns
+    -------
+    rank : int
+    calibration : Calibration
+    chosen : Radices
+    measured : list of Measured
+        The cheapest candidates by the model, and by name those that everybody knows.
+    """
+    with TreeComm(hosts=hosts, plan="auto") as comm:
+        if comm.size == 1:
+            raise InputError.of("--calibrate", expected="several ranks: --ranks or a launcher", got="one")
+        state = _state(comm.rank, payload)
+        comm.allreduce(state)
+        found = comm.calibration
+        assert found is not None, "the first merge measures"
+        chosen = comm.plan_for(state.nbytes).radices
+        shared = chosen.inside == "shared"
+        costs = {
+            radices: estimate(comm.hosts, radices, state.nbytes, found.model)
+            for radices in candidates(comm.hosts, shared=shared, model=found.model)
+        }
+        worth = sorted(costs, key=lambda radices: costs[radices].total)[:SHOWN]
+        measured = [_measure(radices, costs[radices].total, comm.hosts, state) for radices in worth]
+        return comm.rank, found, chosen, measured
+
+
+def _state(rank: int, payload: int) -> PartialState:
+    rows = max(1, payload // (4 * (WIDTH + 2)))
+    out = np.random.default_rng(rank).standard_normal((1, rows, 1, WIDTH), dtype=np.float32)
+    return PartialState.from_lse(out, np.zeros((1, rows, 1), np.float32), base="e")
+
+
+def _measure(radices: Radices, predicted_us: float, hosts: tuple[str, ...], state: PartialState) -> Measured:
+    with TreeComm(hosts=hosts, plan=radices) as comm:
+        first = [_elapsed(comm, state) for _ in range(4)]
+        slowest = max(each["seconds"] for each in comm.consult("topology", (), {"seconds": float(np.median(first))}))
+        times = [_elapsed(comm, state) for _ in range(int(min(max(SECONDS / slowest, FEWEST), MOST)))]
+        told = comm.consult("topology", (), {"us": [1e6 * float(np.quantile(times, at)) for at in (0.5, 0.99)]})
+        p50, p99 = (max(each) for each in zip(*(each["us"] for each in told), strict=True))
+        return Measured(str(radices), predicted_us, p50, p99)
+
+
+def _elapsed(comm: TreeComm, state: PartialState) -> float:
+    start = time.perf_counter()
+    comm.allreduce(state)
+    return time.perf_counter() - start
+
+
+def show(to: Console, found: Calibration, chosen: Radices, measured: list[Measured]) -> None:
+    """Print what was measured, the model, and the plans."""
+    _print(
+        to, "Rounds, as measured", ("way", "partners", "leaders", "bytes", "p50 us", "p99 us"), map(_row, found.samples)
+    )
+    rows = [
+        (each.plan, *map(_number, (each.predicted_us, each.p50_us, each.p99_us)), f"{each.off:+.0%}")
+        for each in measured
+    ]
+    _print(to, "Plans", ("plan", "forecast us", "p50 us", "p99 us", "off"), rows)
+    to.print(f"chosen: {chosen}", markup=False)
+
+
+def _row(sample: Sample) -> tuple[str, ...]:
+    counts = (sample.partners, sample.leaders, sample.nbytes)
+    return (sample.way, *map(str, counts), _number(sample.p50_us), _number(sample.p99_us))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
+def _print(to: Console, title: str, columns: tuple[str, ...], rows: Any) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column(columns[0], style="bold")
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    to.print(table)
