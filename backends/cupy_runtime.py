@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.backends import cupy_nccl
 from treeattn.kernels.gpu.source import THREADS
 from treeattn.kernels.gpu.targets import target_of
 from treeattn.launch import launched
@@ -59,6 +60,8 @@ class CupyRuntime:
         hip = self._cupy.cuda.runtime.is_hip
         self.target = target_of(_text(properties["gcnArchName"]) if hip else f"sm_{device.compute_capability}")
         self.multiprocessors = int(properties["multiProcessorCount"])
+        self.bus_id = str(self._cupy.cuda.runtime.deviceGetPCIBusId(device.id))
+        self._modules: dict[Any, Any] = {}
         self._staging: dict[int, npt.NDArray[np.uint8]] = {}
 
     @property
@@ -111,13 +114,45 @@ class CupyRuntime:
         event.record(self._cupy.cuda.get_current_stream())
         return lambda: bool(event.done)
 
+    def capture(self, launches: Callable[[], object]) -> Callable[[], None]:
+        """Capture on a stream of its own, since the default one can't be; the graph may run on any."""
+        caller, stream = self._cupy.cuda.get_current_stream(), self._cupy.cuda.Stream(non_blocking=True)
+        stream.wait_event(caller.record())
+        with stream:
+            launches()  # compiles, and allocates what this stream's launches share: neither can be captured
+            self.wait()
+            stream.begin_capture()
+            try:
+                launches()
+            finally:
+                graph = stream.end_capture()
+
+        def replay(kept: Any = stream) -> None:  # while the stream lives, no other gets its number and its memory
+            graph.launch(self._cupy.cuda.get_current_stream())
+
+        return replay
+
+    def group_reasons(self) -> list[str]:
+        """Say why CuPy can't use NCCL."""
+        return cupy_nccl.why_not()
+
+    def new_group(self) -> bytes:
+        """Ask NCCL for a name."""
+        return cupy_nccl.new_group()
+
+    def join(self, group: bytes, size: int, rank: int) -> cupy_nccl.NcclGroup:
+        """Join by NCCL."""
+        return cupy_nccl.NcclGroup(lambda: self.stream, group, size, rank)
+
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> CupyKernel:
         """Compile with NVRTC or hiprtc; CuPy keeps the machine code on disk."""
         options = ["-std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
         if not contract:
             options.append("-ffp-contract=off" if self.target.dialect == "hip" else "-fmad=false")
-        module = self._cupy.RawModule(code=text, options=tuple(options))
-        return CupyKernel(self._cupy, module.get_function(kernel))
+        key = text, tuple(options)
+        if key not in self._modules:  # several kernels may be of one text
+            self._modules[key] = self._cupy.RawModule(code=text, options=tuple(options))
+        return CupyKernel(self._cupy, self._modules[key].get_function(kernel))
 
 
 class CupyKernel:

@@ -131,6 +131,22 @@ class DeviceOps(StagedOps):
         """Give a function that merges wire rows on the card, in one launch."""
         return lambda: self._on_rows("merge_rows", out, sources, form)
 
+    def join_reasons(self) -> list[str]:
+        """Say why this card can't be joined with those of other ranks."""
+        return self._runtime.group_reasons()
+
+    def bus_id(self) -> str:
+        """Name the card, among those of its host."""
+        return self._runtime.bus_id
+
+    def new_group(self) -> bytes:
+        """Make the name of a group of cards."""
+        return self._runtime.new_group()
+
+    def join(self, group: bytes, size: int, rank: int) -> Any:
+        """Join the cards of other ranks; collective."""
+        return self._runtime.join(group, size, rank)
+
     def _on_rows(self, name: str, out: Any, sources: Sequence[Any], form: WireForm) -> None:
         if form.rows:
             call = pack_merge([address(each) for each in sources], address(out), width=form.width)

@@ -31,6 +31,7 @@ class Runtime(Protocol):
 
     target: Target
     multiprocessors: int
+    bus_id: str
 
     @property
     def stream(self) -> int:
@@ -56,6 +57,18 @@ class Runtime(Protocol):
 
     def mark(self) -> Callable[[], bool]:
         """Record an event on the current stream; give a function that tells whether it has come to pass."""
+
+    def capture(self, launches: Callable[[], object]) -> Callable[[], None]:
+        """Record what ``launches`` starts, after a first run; give a function that runs it on the current stream."""
+
+    def group_reasons(self) -> list[str]:
+        """Say why this card can't be joined with others."""
+
+    def new_group(self) -> bytes:
+        """Make the name of a group."""
+
+    def join(self, group: bytes, size: int, rank: int) -> Any:
+        """Join the other ranks' cards, when all have come; gives what `treeattn.cards.Group` describes."""
 
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> Kernel:
         """Compile a kernel; without ``contract``, no multiplication and addition may be fused."""

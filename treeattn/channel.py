@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from treeattn.errors import CommError, RankTimeout
 from treeattn.gpu_mpi import Verdict
 from treeattn.guard import Guard
 from treeattn.rounds import Tally
 from treeattn.transport import Mark, Silence, Transport
+
+if TYPE_CHECKING:
+    from treeattn.cards import Cards
 
 __all__ = ["Channel"]
 
@@ -40,6 +43,7 @@ class Channel:
         self.step, self.freed = 0, False
         self._branches: list[Transport] = []
         self.gpu_memory = Verdict((), "not asked")
+        self.cards: Cards | None = None
         self.name_hosts(("unknown",) * self.size)
 
     def name_hosts(self, hosts: tuple[str, ...]) -> None:
@@ -110,10 +114,14 @@ class Channel:
         with self.guard:
             self.guard.close("this communicator was freed")
             self.freed = True
+            if self.cards is not None:
+                self.cards.group.free()
             for transport in (*self._branches, self.transport):
                 transport.free()
 
     def _break(self, reason: str) -> None:
         self.guard.close(f"this communicator is broken ({reason}); end the job, or make another of the ranks left")
+        if self.cards is not None:
+            self.cards.group.abort()
         for transport in (*self._branches, self.transport):
             transport.abandon()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from treeattn.agreement import Attempt, Description, Signature
 from treeattn.broadcasting import broadcast, check_alike, describe, sendable
 from treeattn.calibration import Calibration
+from treeattn.cards import open_cards
 from treeattn.channel import Channel
 from treeattn.errors import InputError
 from treeattn.gpu_mpi import Verdict, agreed
@@ -60,7 +61,8 @@ class TreeComm:
         "shared", or a plan whose radices are taken; see `Radices`. By default that which ``model`` finds cheapest, a
         pure function of hosts and payload. "auto" measures a model instead, at the first merge, which takes about a
         second, and remembers it with ``comm``. Shared memory is used where ranks of a host have it and a state is at
-        most 64 KiB, messages elsewhere; with the same radices that changes no bits.
+        most 64 KiB, messages elsewhere; with the same radices that changes no bits. "nccl" lets states go from card to card by NCCL or RCCL,
+        where every rank has a card of its own (not yet run on one), and merges them in rank order.
     model : str, path or CostModel, optional
         By which plans are chosen: the name of a preset, a file from ``treeattn topology --calibrate --save``, or a
         model. By default that of `treeattn.costs` for machines of which nothing is known.
@@ -140,6 +142,8 @@ class TreeComm:
         near = [rank for rank, each in enumerate(places) if each["near"]]
         notes = notes_on(comm) if settings.measures else {}
         self._planning = Planning(channel, settings, near, notes)
+        if settings.cards:
+            channel.cards = open_cards(self.rank, channel.hosts, self.consult, transport.wait_for, transport.watched)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -218,7 +222,8 @@ class TreeComm:
 
     def __repr__(self) -> str:
         kind = f"rank {self.rank} of {self.size} on {len(set(self.hosts))} hosts"
-        return f"TreeComm({kind}, plan={str(self._planning)!r})"
+        plan = str(self._planning) if self._channel.cards is None else "nccl"
+        return f"TreeComm({kind}, plan={plan!r})"
 
     def allreduce(self, state: PartialState, *, out: PartialState | None = None) -> PartialState:
         """Merge the states of all ranks; every rank gets the result.

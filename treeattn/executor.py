@@ -43,6 +43,9 @@ class Exchange:
         Of the card in whose memory messages are to be; the plan has no rounds in windows then.
     """
 
+    with_payloads = True
+    """Whether states travel with their headers."""
+
     def __init__(
         self,
         plan: Plan,
@@ -128,7 +131,7 @@ class Exchange:
 
     def _post(self) -> None:
         if not self.over:
-            self.rounds[self._at].post(self._header.status == 0)
+            self.rounds[self._at].post(self.with_payloads and self._header.status == 0)
             return
         if self._ahead:
             self.transport.start(self._ahead)
@@ -144,7 +147,7 @@ class Exchange:
         if self._header is not before:
             self._bytes = self._header.pack()
             self._pieces.write_header(self._bytes)
-        if self._header.status == 0:
+        if self.with_payloads and self._header.status == 0:
             at.merge()
         self._at += 1
         self._post()

@@ -91,6 +91,8 @@ class Settings:
     deterministic : bool
     timeout : float
         Seconds; 0 waits for ever.
+    cards : bool
+        Whether states go from card to card by NCCL; messages, headers among them, then follow the default plan.
     """
 
     hosts: tuple[str, ...] | None = None
@@ -100,6 +102,7 @@ class Settings:
     model: CostModel = DEFAULT_MODEL
     deterministic: bool = False
     timeout: float = DEFAULT_TIMEOUT
+    cards: bool = False
 
     @classmethod
     def read(cls, size: int, hosts: Any, plan: Any, model: Any, deterministic: Any, timeout: Any) -> Settings:
@@ -112,14 +115,16 @@ class Settings:
         if measures and model is not None:
             raise InputError.of("model", expected='None with plan="auto", which measures one', got=repr(model))
         found = DEFAULT_MODEL if model is None else read_model(model)
-        return cls(_hosts(hosts, size), whole, parse_radices(plan), measures, found, deterministic, _timeout(timeout))
+        cards = isinstance(plan, str) and plan == "nccl"
+        radices, seconds = None if cards else parse_radices(plan), _timeout(timeout)
+        return cls(_hosts(hosts, size), whole, radices, measures, found, deterministic, seconds, cards)
 
     @property
     def fields(self) -> tuple[tuple[str, Any], ...]:
         """What must be the same on every rank."""
         return (
             ("hosts", self.hosts),
-            ("plan", str(self.radices or ("auto" if self.measures else "default"))),
+            ("plan", "nccl" if self.cards else str(self.radices or ("auto" if self.measures else "default"))),
             ("hosts of the plan", None if self.plan is None else self.plan.hosts),
             ("model", self.model.digest),
             ("deterministic", self.deterministic),

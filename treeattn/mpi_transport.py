@@ -180,6 +180,10 @@ class MpiTransport(Transport):
         self.wait([self._comm.Iallgather([data, self._bytes], [found, length, self._bytes])])
         return [bytes(found[start : start + length]) for start in range(0, length * self.size, length)]
 
+    def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """End the job if what is called doesn't come back by the deadline."""
+        return _watched(self.timeout, what)
+
     def gpu_memory(self) -> Verdict:
         """Ask MPI."""
         return ask(import_mpi())
@@ -231,7 +235,7 @@ class MpiTransport(Transport):
         """Lowest rank that shares memory with this one, as MPI sees it."""
         from mpi4py import MPI
 
-        with _watched(self.timeout, "MPI's shared-memory split"):
+        with self.watched("MPI's shared-memory split"):
             near = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
         group, all_ranks = near.Get_group(), self._comm.Get_group()
         (lowest,) = group.Translate_ranks([0], all_ranks)

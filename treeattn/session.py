@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from treeattn.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Header, Signature, conclude
+from treeattn.cards import CardExchange
 from treeattn.channel import Channel
 from treeattn.direct import DirectOps
 from treeattn.executor import Exchange
@@ -104,7 +105,7 @@ class Session:
 
     def _prepare_swap(self, exchange: Exchange, attempt: Attempt) -> None:
         signature, state = attempt.signature, attempt.state
-        if not Swap.possible(exchange, state, signature):
+        if not exchange.with_payloads or not Swap.possible(exchange, state, signature):
             return
         assert state is not None, "only a good attempt is possible"
         assert signature is not None, "only a good attempt is possible"
@@ -164,8 +165,11 @@ class Session:
             form = WireForm(shape, dtype)
             plan = self._plan_for(form.nbytes, root, self.window is not None)
             channel = self._channel
-            direct = None if state is None else self._direct(plan, state.ops)
-            found = Exchange(plan, channel.branch(), self.window, form, channel.tally, direct)
+            common = plan, channel.branch(), self.window, form, channel.tally
+            if channel.cards is not None:
+                found = CardExchange(channel.cards, *common)
+            else:
+                found = Exchange(*common, None if state is None else self._direct(plan, state.ops))
             self._exchanges[agreed.wire] = found
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -137,6 +138,10 @@ class Transport(ABC):
             False where it has none, and nothing was done.
         """
         return False
+
+    def watched(self, what: str) -> AbstractContextManager[None]:
+        """Stand guard over a call that can't be waited for: where that is possible, the job ends at the deadline."""
+        return nullcontext()
 
     def gpu_memory(self) -> Verdict:
         """Say which GPU memory messages may be in; none where only the CPU moves bytes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,10 @@ EMULATED = threading.Lock()
 """Ranks that are threads take turns: the fibers of an emulated kernel are one process's."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _nothing() -> bool:
+    return True
 
 
 class Pointer:
@@ -96,6 +101,10 @@ class FakeKernel:
         self._card, self._library, self._name = card, library, name
 
     def launch(self, blocks: int, *arguments: Any) -> None:
+        if self._card.captured is not None:
+            kept = [array.copy() for array in arguments]
+            self._card.captured.append(lambda: self.launch(blocks, *kept))
+            return
         (call,) = arguments if len(arguments) == 1 else (np.array(arguments),)
         order = np.random.default_rng(self._card.launches).permutation(blocks)
         self._card.launches += 1
@@ -114,7 +123,10 @@ class FakeCard:
         self._memory = mmap.mmap(-1, ARENA)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.used = self.launches = self.copies = self.waits = 0
+        self.bus_id, self.lies = f"0000:{id(self) % 2**16:04x}:00.0", False
         self.stream, self._engine = 0, threading.Lock()
+        self.pending: Callable[[], bool] = _nothing
+        self.captured: list[Callable[[], None]] | None = None
         self._protect(NO_ACCESS)
 
     def _protect(self, access: int) -> None:
@@ -131,6 +143,7 @@ class FakeCard:
                 self._protect(NO_ACCESS)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> FaultingArray:
+        self.refuse_in_capture("an allocation")
         at = self._start + self.used
         array = FaultingArray(self, at, shape, dtype)
         self.used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
@@ -149,6 +162,7 @@ class FakeCard:
         return there
 
     def copy_in(self, data: np.ndarray[Any, Any], packed: FaultingArray) -> None:
+        self.refuse_in_capture("a copy from the host")
         self.copies += 1
         data = np.ascontiguousarray(data)
         with self.access():
@@ -160,12 +174,44 @@ class FakeCard:
             ctypes.memmove(out.ctypes.data, packed.data.ptr, packed.nbytes)
 
     def wait(self) -> None:
+        self.refuse_in_capture("a wait")
         self.waits += 1
 
     def mark(self) -> Callable[[], bool]:
-        return lambda: True
+        pending, self.pending = self.pending, _nothing
+        return pending
+
+    def refuse_in_capture(self, what: str) -> None:
+        if self.captured is not None:
+            raise RuntimeError(f"{what} can't be captured")
+
+    def capture(self, launches: Callable[[], object]) -> Callable[[], None]:
+        outside, self.stream = self.stream, self.stream + 1
+        launches()
+        self.captured = recorded = []
+        try:
+            launches()
+        finally:
+            self.captured, self.stream = None, outside
+        self.recorded = len(recorded)
+
+        def replay() -> None:
+            for each in recorded:
+                each()
+
+        return replay
+
+    def group_reasons(self) -> list[str]:
+        return []
+
+    def new_group(self) -> bytes:
+        return os.urandom(128)
+
+    def join(self, group: bytes, size: int, rank: int) -> FakeGroup:
+        return FakeGroup(self, GROUPS.setdefault(group, Meeting(size)), rank)
 
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> FakeKernel:
+        self.refuse_in_capture("compiling")
         attention = kernel in ("treeattn_vector", "treeattn_matrix")
         struct = "ta_call" if attention else "ta_finish" if kernel == "treeattn_finish" else "ta_merge"
         if kernel == "treeattn_identity":  # takes two numbers, which the emulator passes as one struct
@@ -173,6 +219,53 @@ class FakeCard:
         if self.target.dialect == "hip" and kernel == "treeattn_matrix":
             defines = {**defines, "TA_HIP": "1"}
         return FakeKernel(self, self.emulator.compile(text, kernel, struct, defines), kernel)
+
+
+class Meeting:
+    """Where the ranks of a group leave what they gather; one of them may stay away."""
+
+    def __init__(self, size: int) -> None:
+        self.left: dict[tuple[int, int], bytes] = {}
+        self.size = size
+
+
+GROUPS: dict[bytes, Meeting] = {}
+
+
+class FakeGroup:
+    """A `treeattn.cards.Group` of cards in one process: an all-gather is done when the last rank has come to it."""
+
+    def __init__(self, card: FakeCard, meeting: Meeting, rank: int) -> None:
+        self._card, self._meeting, self._rank = card, meeting, rank
+        self._turn = 0
+        self.error: Exception | None = None
+        self.ended = ""
+
+    def gather(self, mine: Any, everyones: Any) -> None:
+        self._turn += 1
+        data = np.empty(mine.nbytes, np.uint8)
+        self._card.copy_out(mine, data)
+        if self._card.lies:  # a driver that promises what the cards don't keep
+            data[1000:1004] ^= 1
+        self._meeting.left[self._turn, self._rank] = data.tobytes()
+        self._card.pending = lambda turn=self._turn: self._arrived(turn, everyones)  # type: ignore[misc]
+
+    def _arrived(self, turn: int, everyones: Any) -> bool:
+        found = [self._meeting.left.get((turn, rank)) for rank in range(self._meeting.size)]
+        if None in found:
+            return False
+        self._card.copy_in(np.frombuffer(b"".join(each or b"" for each in found), np.uint8), everyones)
+        return True
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def free(self) -> None:
+        self.ended += "freed"
+
+    def abort(self) -> None:
+        self.ended += "aborted"
 
 
 class FakeCardBackend(DeviceBackend):
