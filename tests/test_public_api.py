@@ -204,6 +204,8 @@ TOOLS = {"cli", "doctor", "testing", "__main__", "treeattn"}
 EXCEPTIONS = {
     # A state finds its backend's operations when it is made from nothing: the one way up, and only inside a function.
     "treeattn.state": {"treeattn.backends.registry"},
+    # So do cards that are joined before there is any state.
+    "treeattn.cards": {"treeattn.backends.registry"},
     # What merges states, and shares memory fast and safely, is compiled; it knows of rows, and nothing of attention.
     "treeattn.window": {"treeattn.kernels.window"},
     "treeattn.wire_form": {"treeattn.kernels.wire_rows"},

@@ -61,8 +61,8 @@ class TreeComm:
         "shared", or a plan whose radices are taken; see `Radices`. By default that which ``model`` finds cheapest, a
         pure function of hosts and payload. "auto" measures a model instead, at the first merge, which takes about a
         second, and remembers it with ``comm``. Shared memory is used where ranks of a host have it and a state is at
-        most 64 KiB, messages elsewhere; with the same radices that changes no bits. "nccl" lets states go from card to card by NCCL or RCCL,
-        where every rank has a card of its own (not yet run on one), and merges them in rank order.
+        most 64 KiB, messages elsewhere; with the same radices that changes no bits. "nccl" lets states go from card to
+        card by NCCL or RCCL, where every rank has a card of its own (not yet run on one), and merges in rank order.
     model : str, path or CostModel, optional
         By which plans are chosen: the name of a preset, a file from ``treeattn topology --calibrate --save``, or a
         model. By default that of `treeattn.costs` for machines of which nothing is known.

@@ -12,9 +12,12 @@ import pytest
 import treeattn
 from treeattn.backends import registry
 from treeattn.backends.base import Backend
-from treeattn.kernels import combine
+from treeattn.cards import Cards
+from treeattn.graphs import capture
+from treeattn.kernels import combine, wire_rows
 from treeattn.testing import BackendConformance
 from treeattn.testing.oracle import assert_attention, dense
+from treeattn.wire_form import WireForm
 
 pytestmark = pytest.mark.gpu
 
@@ -91,18 +94,36 @@ def test_a_captured_graph_follows_the_lengths_on_the_card() -> None:
     cupy = importlib.import_module("cupy")
     q, k, v = (cupy.asarray(np.asarray(array, np.float32)) for array in bfloat16_inputs(600))
     lengths = cupy.asarray(np.array([600]))
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        state = treeattn.partial_attention(q, k, v, kv_len=lengths, backend=backend)
-        stream.synchronize()
-        stream.begin_capture()
-        treeattn.partial_attention(q, k, v, kv_len=lengths, backend=backend, out=state)
-        graph = stream.end_capture()
-        for length in (10, 599):
-            lengths.fill(length)
-            graph.launch(stream)
-            stream.synchronize()
-            out = state.finish(return_lse=True)
-            stream.synchronize()
-            arrays = (array.get() for array in (q, k, v))
-            assert_attention(tuple(array.get() for array in out), *arrays, kv_len=np.array([length]))
+    step = capture(q, k, v, kv_len=lengths, backend=backend)
+    for length in (10, 599):
+        lengths.fill(length)
+        out = step().finish(return_lse=True)
+        assert_attention(
+            tuple(each.get() for each in out), *(each.get() for each in (q, k, v)), kv_len=np.array([length])
+        )
+
+
+def test_one_card_alone_gathers_by_nccl_what_it_has() -> None:
+    card: Any = the_backend().ops
+    if reasons := card.join_reasons():
+        pytest.skip("; ".join(reasons))
+    cards = Cards(card, card.join(card.new_group(), 1, 0), 1, lambda ready, sleep: _spin(ready))
+    assert cards.wrong_ranks(0) == []
+    cards.group.free()
+
+
+def _spin(ready: Any) -> None:
+    while not ready():
+        pass
+
+
+def test_wire_rows_have_the_bits_of_the_cpu() -> None:
+    ops: Any = the_backend().ops
+    state = treeattn.partial_attention(*bfloat16_inputs(300), backend=the_backend())
+    form = WireForm(state.packed.shape, "float32")
+    there, here = ops.memory(form.nbytes), np.empty(form.nbytes, np.uint8)
+    ops.prepare_pack(there, form)(state._packed)
+    wire_rows.prepare_pack(here, form)(state.packed.get())
+    found = np.empty_like(here)
+    ops.to_host(there, found)
+    np.testing.assert_array_equal(found, here)
