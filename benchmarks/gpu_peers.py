@@ -3,8 +3,8 @@
     python benchmarks/gpu_peers.py [--keys N ...] [--json FILE]
 
 bfloat16, 8 KV heads for 32 query heads, D = 128, one query: device time by events, K and V rotated so that no call
-finds them in the cache, the median of 50 calls of each. PyTorch chooses its own kernel, and is asked for FlashAttention alone
-too. Errors are against float64 in the first KV head. Whoever is not installed is left out, and said to be.
+finds them in the cache, the median of 50 calls of each. PyTorch chooses its own kernel, and is asked for FlashAttention
+alone too. Errors are against float64 in the first KV head. Whoever is not installed is left out, and said to be.
 """
 
 from __future__ import annotations
