@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, action="append", help="keys in the cache; may be repeated")
     parser.add_argument("--json", type=Path, help="write the table to this file too")
     arguments = parser.parse_args()
+    the_backend()  # which ends with the reasons where there is no card
     rows = [row for keys in arguments.keys or (4096, 32768, 131072) for row in measure(keys)]
     for row in rows:
         print("  ".join(f"{name} {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in row.items()))
