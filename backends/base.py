@@ -16,9 +16,10 @@ A backend says which kernels run for a call, and how the states they make are me
    it. The tree never looks inside a state in any other way. ``merge``, packing and unpacking must give the bits of
    `HostOps`, since ranks with different backends may meet.
 5. Keep to stream order, where the device has streams: everything runs on the stream that is the caller's current one
-   when a function is called, and a result is ready for whoever uses it on that stream. Nothing waits for a device,
-   but ``to_host``, ``from_host`` and ``wait``, which the communicator calls before MPI sees any memory: they wait for
-   that one stream, by event.
+   when a function is called, and a result is ready for whoever uses it on that stream. Nothing waits for a device
+   but ``to_host`` and ``from_host``, one of which the communicator calls before MPI sees any memory: they wait for
+   that one stream, by event. ``ops.direct`` names device memory that a GPU-aware MPI may be given as it is, with the
+   methods of `treeattn.direct.DirectOps`; those of `treeattn.cards.Card` let cards be joined by NCCL.
 6. Override `energy` where arrays live on a device; host arrays are served by the default.
 7. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
    ``treeattn.backends``. A plug-in that can't be loaded is left out, with a warning.

@@ -101,10 +101,6 @@ class DeviceOps(StagedOps):
         if packed.nbytes:
             self._runtime.copy_in(data, packed)
 
-    def wait(self) -> None:
-        """Wait for the current stream, by event."""
-        self._runtime.wait()
-
     def mark(self) -> Callable[[], bool]:
         """Give a function that tells whether what was started on the current stream so far is done."""
         return self._runtime.mark()

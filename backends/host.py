@@ -62,9 +62,6 @@ class HostOps:
         """Copy the packed bytes from ``data``."""
         packed.reshape(-1).view(np.uint8)[:] = data.reshape(-1)
 
-    def wait(self) -> None:
-        """Nothing runs beside the caller."""
-
     def prepare_pack(self, wire: Bytes, form: WireForm) -> Callable[[Array], None]:
         """Give a function that writes a state's wire rows to ``wire``."""
         return wire_rows.prepare_pack(wire, form)

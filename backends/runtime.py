@@ -52,9 +52,6 @@ class Runtime(Protocol):
     def copy_out(self, packed: Any, out: npt.NDArray[np.uint8]) -> None:
         """Copy a device array's bytes to host memory, complete on return; waits for the current stream only."""
 
-    def wait(self) -> None:
-        """Return when what was started on the current stream is done; asks an event, and waits for no other stream."""
-
     def mark(self) -> Callable[[], bool]:
         """Record an event on the current stream; give a function that tells whether it has come to pass."""
 

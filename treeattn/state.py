@@ -59,9 +59,6 @@ class StateOps(Protocol):
     def from_host(self, data: npt.NDArray[np.uint8], packed: Array) -> None:
         """Copy the packed bytes from host memory, complete on return."""
 
-    def wait(self) -> None:
-        """Return when what was started on the current stream is done, where there are streams."""
-
     def prepare_pack(self, wire: npt.NDArray[np.uint8], form: WireForm) -> Callable[[Array], None]:
         """Give a function that writes a state's wire rows to ``wire``, in host memory, complete on return."""
 

@@ -88,10 +88,6 @@ class FakeOps(StagedOps):
         self._record("from_host")
         self._host.from_host(data, packed._memory)
 
-    def wait(self) -> None:
-        """Wait for the device."""
-        self._record("wait")
-
     def _record(self, name: str) -> None:
         self._calls.append(name)
         if name in self._failures:
