@@ -253,8 +253,9 @@ class DeviceBackend(Backend):
 
     def _start(self, spec: Spec, launch: Launch, args: Args, out: Any) -> None:
         chosen = launch.chosen
-        tiles = spec.batch * spec.kv_heads * -(-spec.group * spec.q_tokens // chosen.rows)
-        splits = split_count(tiles, args.kv_tokens, chosen.step, launch.slots)
+        tiles_per_head = spec.batch * -(-spec.group * spec.q_tokens // chosen.rows)
+        tiles = tiles_per_head * spec.kv_heads
+        splits = split_count(tiles_per_head * spec.cut_heads, args.kv_tokens, chosen.step, launch.slots)
         part, arrived = self._workspace(tiles, splits * chosen.part)
         at = {"out": address(out), "part": address(part), "arrived": address(arrived)}
         launch.kernel.launch(tiles * splits, pack_call(spec, chosen, args, splits=splits, **at))

@@ -73,7 +73,7 @@ class StreamingCall:
 
     def _splits(self, kv_tokens: int) -> tuple[int, int]:
         """Give the keys per split, whole blocks of them, and the number of splits."""
-        tasks = max(1, self._spec.batch * self._spec.kv_heads * self._tiles)
+        tasks = max(1, self._spec.batch * self._spec.cut_heads * self._tiles)
         wanted = min(MOST_SPLITS, -(-ENOUGH_TASKS // tasks), max(1, kv_tokens // LEAST_SPLIT))
         split = max(1, -(-kv_tokens // (wanted * BLOCK))) * BLOCK
         return split, max(1, -(-kv_tokens // split))

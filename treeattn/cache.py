@@ -208,6 +208,7 @@ class ShardedKVCache:
         root: int | None = None,
         return_lse: bool = False,
         backend: Any = None,
+        pipeline: int = 1,
     ) -> Any:
         """Attention of ``q`` over every token in the cache; collective.
 
@@ -217,7 +218,7 @@ class ShardedKVCache:
             Queries, the same on every rank.
         q_pos : array of int (Tq,) or (B, Tq), optional
             Their positions; by default they are the last Tq tokens of the cache.
-        causal, window, softcap, scale, sink, root, return_lse, backend
+        causal, window, softcap, scale, sink, root, return_lse, backend, pipeline
             As in `treeattn.decode`, except that ``causal`` is True unless said otherwise.
 
         Returns
@@ -231,6 +232,7 @@ class ShardedKVCache:
             return_lse=return_lse,
             sink=sink,
             backend=backend,
+            pipeline=pipeline,
             shared=(("cache length", self.length), ("tokens of each rank", tuple(self._ledger.counts))),
         )
 

@@ -16,8 +16,9 @@ from treeattn.arrays import to_numpy
 from treeattn.comm import TreeComm, as_tree_comm
 from treeattn.devices import give, on_device
 from treeattn.errors import InputError
-from treeattn.inputs import Options, Spec
+from treeattn.inputs import Options, Spec, resolve
 from treeattn.local import compute_state, deliver
+from treeattn.pipeline import Part, check_pipeline, compute_part, exchange_in_groups, parts_of, together
 from treeattn.state import PartialState, sink_logits
 
 __all__ = ["Arguments", "Decoding", "agreed_fields", "check_positions", "check_root", "decode", "fingerprints"]
@@ -48,6 +49,7 @@ def decode(
     kv_dtype: Any = None,
     layout: str = "bhtd",
     backend: Any = None,
+    pipeline: int = 1,
 ) -> Any:
     """Attention of ``q`` over keys and values that are split over the ranks of ``comm``; collective.
 
@@ -73,6 +75,9 @@ def decode(
     scale, mask, causal, window, softcap, q_pos, kv_pos, kv_len, k_scale, v_scale, kv_dtype, layout, backend
         As in `treeattn.attention`; ``mask``, ``kv_pos`` and ``kv_len`` are of this rank's keys. On more than one
         rank ``causal`` and ``window`` need ``q_pos`` and ``kv_pos``.
+    pipeline : int
+        Groups of KV heads, the same on every rank, at most 8: the states of one group travel while the next group's
+        are computed. More messages, the same bits; it pays where both take about as long.
 
     Returns
     -------
@@ -113,7 +118,9 @@ def decode(
         kv_dtype=kv_dtype,
         layout=layout,
     )
-    decoding = Decoding(as_tree_comm(comm), root=root, return_lse=return_lse, sink=sink, backend=backend)
+    decoding = Decoding(
+        as_tree_comm(comm), root=root, return_lse=return_lse, sink=sink, backend=backend, pipeline=pipeline
+    )
     return decoding(lambda: (q, k, v, options))
 
 
@@ -136,11 +143,14 @@ class Decoding:
     sink: Any = None
     backend: Any = None
     shared: tuple[tuple[str, Any], ...] = ()
+    pipeline: int = 1
 
     def __call__(self, arguments: Callable[[], Arguments]) -> Any:
         """Run it; what ``arguments`` raises, like any other local failure, is raised on every rank."""
+        if check_pipeline(self.pipeline) > 1:
+            return self._in_groups(arguments)
         attempt, finish = self._attempt(arguments)
-        state = self.comm.exchange(attempt)
+        state = self.comm.exchange(attempt, out=attempt.state)  # which is ours
         if state is None or finish is None:
             return (None, None) if self.return_lse else None
         return finish(state)
@@ -155,13 +165,60 @@ class Decoding:
     def _computed(self, q: Any, k: Any, v: Any, options: Options) -> tuple[Attempt, Callable[[PartialState], Any]]:
         check_root(self.root, self.comm.size)
         spec, state = compute_state(q, k, v, options, self.backend)
+        sink = self._checked(spec, options)
+        attempt = self._attempt_of(spec, state, self._shared(q, sink))
+        return attempt, partial(deliver, spec=spec, sink=sink, return_lse=self.return_lse)
+
+    def _checked(self, spec: Spec, options: Options) -> Any:
+        """Refuse what a call over several ranks can't do; give the sink as it is used."""
         if self.comm.size > 1 and spec.positional:
             check_positions(options)
-        sink = sink_logits(self.sink, spec.q_heads, spec.state_dtype)
-        shared = (*self.shared, *fingerprints(q, sink))
+        return sink_logits(self.sink, spec.q_heads, spec.state_dtype)
+
+    def _shared(self, q: Any, sink: Any) -> tuple[tuple[str, Any], ...]:
+        return (*self.shared, *fingerprints(q, sink))
+
+    def _attempt_of(self, spec: Spec, state: PartialState, shared: tuple[tuple[str, Any], ...]) -> Attempt:
         check, details = (_digest(repr(shared).encode()), lambda: dict(shared)) if shared else (0, None)
-        attempt = Attempt(_signature(spec, self.root), state, None, check, details)
-        return attempt, partial(deliver, spec=spec, sink=sink, return_lse=self.return_lse)
+        return Attempt(_signature(spec, self.root), state, None, check, details)
+
+    def _in_groups(self, arguments: Callable[[], Arguments]) -> Any:
+        """Run it in groups of KV heads, whose merged states are put together before they are finished."""
+        whole: _Whole | Exception
+        try:
+            whole = self._whole(*arguments())
+        except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised here
+            whole = error
+        merged = exchange_in_groups(self.comm, self.pipeline, partial(self._group, whole))
+        assert not isinstance(whole, Exception), "the first exchange has raised it"
+        if None in merged:
+            return (None, None) if self.return_lse else None
+        return deliver(together(whole.spec, whole.parts, merged), whole.spec, whole.sink, self.return_lse)
+
+    def _whole(self, q: Any, k: Any, v: Any, options: Options) -> _Whole:
+        check_root(self.root, self.comm.size)
+        spec, args = resolve(q, k, v, options)
+        sink = self._checked(spec, options)
+        return _Whole(spec, parts_of(spec, args, self.pipeline), sink, self._shared(q, sink))
+
+    def _group(self, whole: _Whole | Exception, index: int) -> Attempt:
+        if isinstance(whole, Exception):
+            return Attempt(None, None, whole)
+        part = whole.parts[index]
+        try:
+            return self._attempt_of(part.spec, compute_part(self.comm, part, self.backend), whole.shared)
+        except Exception as error:  # as above
+            return Attempt(None, None, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A call that is made in groups, validated."""
+
+    spec: Spec
+    parts: list[Part]
+    sink: Any
+    shared: tuple[tuple[str, Any], ...]
 
 
 @lru_cache(maxsize=256)

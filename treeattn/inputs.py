@@ -84,6 +84,13 @@ class Spec:
     ragged: bool = False
     layout: Layout = "bhtd"
     home: Home = "numpy"
+    whole_kv_heads: int | None = None
+    """KV heads of the call that this one is a part of, if it is one."""
+
+    @property
+    def cut_heads(self) -> int:
+        """KV heads by which to decide into how many parts keys are cut: the bits of a part are those of the whole."""
+        return self.whole_kv_heads or self.kv_heads
 
     @property
     def group(self) -> int:

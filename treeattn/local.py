@@ -322,9 +322,14 @@ def deliver(
     return (out, give(lse, spec.home)) if return_lse else out
 
 
+def backend_of(spec: Spec, backend: Any) -> Backend:
+    """Give the backend that was asked for, or the one that follows the arrays."""
+    return find(following(spec) if backend is None else backend)
+
+
 def run_backend(spec: Spec, args: Args, backend: Any, out: PartialState | None = None) -> PartialState:
     """Compute the state of a validated call's keys."""
-    found = find(following(spec) if backend is None else backend)
+    found = backend_of(spec, backend)
     packed = buffer_for(out, spec.packed_shape, spec.state_dtype, found.ops)
     _prepared(found, spec)(args, packed)
     return PartialState(packed, found.ops) if out is None else out

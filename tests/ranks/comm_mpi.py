@@ -111,17 +111,18 @@ def steps(hosts):
 
 def flight(hosts):
     """All-reduces in flight give the bits of others, and leave nothing."""
-    before, left_open = open_things(), 0
-    for _ in range(2):
+
+    def once():
         with treeattn.TreeComm(hosts=hosts.split(",")) as comm:
-            states = [treeattn.merge([state(comm.rank + number)]) for number in range(3)]
-            begun = [comm.allreduce_begin(each) for each in (*states, *states)]
-            right = [comm.allreduce(each).packed.tobytes() for each in (*states, *states)]
-            found = [handle.end().packed.tobytes() for handle in begun]
-            if before is None:
-                say(right=[a == b for a, b in zip(found, right, strict=True)], **{"left open": left_open})
-        left_open = before is not None and open_things() - before
-        before = None
+            states = [state(comm.rank + number) for number in range(3)] * 2
+            begun = [comm.allreduce_begin(each) for each in states]
+            right = [comm.allreduce(each).packed.tobytes() for each in states]
+            return [handle.end().packed.tobytes() == bits for handle, bits in zip(begun, right, strict=True)]
+
+    once()
+    before = open_things()
+    right = once()
+    say(right=right, **{"left open": open_things() - before})
 
 
 def flight_silent():

@@ -1,0 +1,153 @@
+"""Decoding in groups of heads: the bits of one group, so many times the messages, and the errors of every rank."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import treeattn
+from treeattn import ShardedKVCache, TreeComm
+from treeattn.errors import CommError, InputError
+from treeattn.inputs import Options, resolve
+from treeattn.local import run_backend
+from treeattn.pipeline import parts_of
+from treeattn.testing import run_ranks
+
+BATCH, KV_HEADS, GROUP, TOKENS, WIDTH, KEYS = 2, 5, 2, 3, 8, 12
+
+
+def arrays(rank, keys=KEYS):
+    q = np.random.default_rng(0).standard_normal((BATCH, KV_HEADS * GROUP, TOKENS, WIDTH), dtype=np.float32)
+    rng = np.random.default_rng([1, rank])
+    k, v = (rng.standard_normal((BATCH, KV_HEADS, keys, WIDTH), dtype=np.float32) for _ in "kv")
+    return q, k, v
+
+
+def options_of(name, rank):
+    rng = np.random.default_rng([2, rank])
+    heads = KV_HEADS * GROUP
+    return {
+        "none": {},
+        "mask": {"mask": rng.random((1, heads, TOKENS, KEYS)) > 0.3},
+        "bias": {"mask": rng.standard_normal((BATCH, 1, 1, KEYS), dtype=np.float32)},
+        "causal": {"causal": True, "q_pos": np.arange(20, 20 + TOKENS), "kv_pos": rank * KEYS},
+        "lengths": {"kv_len": np.array([KEYS - rank, 0])},
+        "sink and lse": {"sink": np.linspace(-1, 1, heads, dtype=np.float32), "return_lse": True},
+        "scales": {
+            "k_scale": rng.random((BATCH, KV_HEADS, 3, 1), dtype=np.float32),
+            "v_scale": rng.random((1, KV_HEADS, 1, 1), dtype=np.float32),
+        },
+    }[name]
+
+
+def bits(found):
+    return [None if each is None else each.tobytes() for each in (found if isinstance(found, tuple) else (found,))]
+
+
+NAMES = ["none", "mask", "bias", "causal", "lengths", "sink and lse", "scales"]
+
+
+@given(
+    st.sampled_from(NAMES), st.integers(2, KV_HEADS), st.lists(st.sampled_from("ab"), min_size=1, max_size=4),
+    st.sampled_from([None, 0]), st.booleans(),
+)  # fmt: skip
+@settings(deadline=None, max_examples=25)
+def test_bits_do_not_depend_on_the_groups(name, groups, hosts, root, deterministic):
+    def body(transport):
+        with TreeComm(transport, deterministic=deterministic) as comm:
+            call = {"comm": comm, "root": root, **options_of(name, comm.rank)}
+            one = treeattn.decode(*arrays(comm.rank), **call)
+            return bits(one), bits(treeattn.decode(*arrays(comm.rank), pipeline=groups, **call))
+
+    for one, several in run_ranks(len(hosts), body, hosts=hosts):
+        assert several == one
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_dtypes_and_layouts(layout, dtype):
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    given = [each.astype(kind) for each in arrays(0)]
+    given = given if layout == "bhtd" else [each.transpose(0, 2, 1, 3) for each in given]
+    one, several = (treeattn.decode(*given, comm=None, layout=layout, pipeline=groups) for groups in (1, 3))
+    assert several.dtype == one.dtype
+    assert bits(several) == bits(one)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_parts_of_many_keys_have_the_bits_of_the_whole(backend):
+    """So many that a call of fewer heads alone would cut them into more parts."""
+    q, k, v = arrays(0, keys=9000)
+    spec, args = resolve(q[:1], k[:1], v[:1], Options())
+    whole = run_backend(spec, args, backend)
+    for part in parts_of(spec, args, 3):
+        found = run_backend(part.spec, part.args, backend)
+        np.testing.assert_array_equal(found.packed, whole.packed[:, part.first : part.last])
+
+
+def test_so_many_times_the_messages_and_no_agreement_between():
+    def body(transport):
+        with TreeComm(transport) as comm:
+            for counted in (False, True):  # the first time, lanes are opened and agree
+                before = comm.stats
+                treeattn.decode(*arrays(comm.rank), comm=comm, pipeline=3)
+                found = comm.stats - before
+                if counted:
+                    size = BATCH * GROUP * TOKENS * (WIDTH + 2) * 4
+                    each = [comm.plan_for(heads * size).predict(heads * size).per_rank[comm.rank] for heads in (1, 2)]
+                    assert found == each[0] + each[1] + each[1]
+
+    run_ranks(4, body, hosts=list("aabb"))
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all_and_leaves_nothing_in_flight():
+    def body(transport):
+        with TreeComm(transport) as comm:
+            q, k, v = arrays(comm.rank)
+            for _ in range(3):
+                with pytest.raises(InputError, match=r"^k: expected"):
+                    treeattn.decode(q, k[0] if comm.rank == 1 else k, v, comm=comm, pipeline=2)
+                treeattn.decode(q, k, v, comm=comm, pipeline=5)
+
+    run_ranks(3, body, hosts=list("aab"))
+
+
+def test_a_kernel_that_fails_in_the_middle_is_told_to_all():
+    from treeattn.testing import FakeBackend
+
+    def body(transport):
+        fake = FakeBackend()
+        with TreeComm(transport) as comm:
+            treeattn.decode(*arrays(comm.rank), comm=comm)
+            fake.failures |= {"prepare": RuntimeError("device lost")} if comm.rank == 1 else {}
+            kind = RuntimeError if comm.rank == 1 else CommError
+            with pytest.raises(kind, match="device lost"):
+                treeattn.decode(*arrays(comm.rank), comm=comm, pipeline=2, backend=fake)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("pipeline", "text"), [(0, "from 1 to 8, got 0"), (9, "from 1 to 8"), (True, "got True")])
+def test_what_can_not_be_in_flight_is_refused(pipeline, text):
+    with pytest.raises(InputError, match=f"^pipeline: expected a number of groups .*{text}"):
+        treeattn.decode(*arrays(0), comm=None, pipeline=pipeline)
+
+
+def test_more_groups_than_heads_are_refused():
+    with pytest.raises(InputError, match="pipeline: expected at most 5 groups, the number of KV heads, got 6"):
+        treeattn.decode(*arrays(0), comm=None, pipeline=6)
+
+
+def test_a_cache_decodes_in_groups_too():
+    def body(transport):
+        with TreeComm(transport) as comm:
+            cache = ShardedKVCache(comm, batch=BATCH, kv_heads=KV_HEADS, head_dim=WIDTH, dtype="float32", capacity=64)
+            q, k, v = arrays(7)
+            cache.prefill(k, v)
+            return bits(cache.decode(q)), bits(cache.decode(q, pipeline=4))
+
+    for one, several in run_ranks(3, body):
+        assert several == one
