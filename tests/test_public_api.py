@@ -67,7 +67,7 @@ def test_all_is_exact_and_every_name_is_there():
         ("attention", f"(q, k, v, *, {SHARED.format(sink='sink=None, ')}, return_lse=False, out=None)"),
         ("partial_attention", f"(q, k, v, *, {WITHOUT_SINK}, out=None)"),
         ("energy", f"(q, k, v, zeta, *, {WITHOUT_SINK})"),
-        ("decode", f"(q, k, v, *, comm, root=None, return_lse=False, sink=None, {WITHOUT_SINK})"),
+        ("decode", f"(q, k, v, *, comm, root=None, return_lse=False, sink=None, {WITHOUT_SINK}, pipeline=1)"),
     ],
 )
 def test_the_signatures_are_written_out(name, expected):
