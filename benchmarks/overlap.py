@@ -1,182 +1,107 @@
-"""What is gained by computing while states are under way, where both take about as long.
+"""How much of a ring's wire its kernels hide: on two or more MPI ranks, per step, in milliseconds.
 
-    python -m treeattn.launch 2 benchmarks/overlap.py --json overlap.json
+    mpirun -n 2 --hostfile hosts --map-by node python benchmarks/overlap.py
 
-Run it where messages take time: on several hosts. Keys are chosen so that computing a state takes as long as merging it
-does, on the slowest rank, unless ``--keys`` says how many. Rows, each the median over blocks of the mean time of the
-slowest rank:
-
-- ``compute``, ``merge``: a state's computing, and its all-reduce, alone;
-- ``one by one``: two independent sequences, each computes a state and merges it, in turns;
-- ``in flight``: the same two, one's state merged while the other's is computed;
-- ``pipeline=1``, ``2``, ...: one `decode` of many query tokens, whose heads go in so many groups.
-
-The results of both ways are compared, bit for bit, before they are timed.
+Four runs of the ring: kernels that do nothing, so that only shards travel; no messages, so that only kernels work;
+both, with messages left alone while a kernel works; and both as the ring does it, with messages looked after. A number
+is the slowest rank's time, divided by the steps; the kernel after the last message is taken off. "left alone" should
+come near the sum of the first two, "looked after" near the larger. More query tokens make kernels longer, more keys
+both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from mpi4py import MPI
-from rich.console import Console
-from rich.table import Table
 
 import treeattn
+from treeattn.backends.registry import Backend, find
+from treeattn.inputs import Options
 from treeattn.launch import install_abort_hook
-
-Array: TypeAlias = npt.NDArray[Any]
-WORLD = MPI.COMM_WORLD
-FEWEST, MOST = 512, 1 << 20
+from treeattn.mpi_transport import MpiTransport
 
 
-class Sequence:
-    """One of the two sequences: its keys and values on this rank, and a query."""
+class Idle(Backend):
+    """A backend whose kernels take no time."""
 
-    def __init__(self, number: int, heads: int, width: int, keys: int, tokens: int = 1) -> None:
-        rng = np.random.default_rng([number, WORLD.rank])
-        self.q = np.random.default_rng(number).standard_normal((1, heads, tokens, width), dtype=np.float32)
-        self.k, self.v = (rng.standard_normal((1, heads, keys, width), dtype=np.float32) for _ in "kv")
+    name = "cpu"
+    ops = find("cpu").ops
 
-    def compute(self) -> treeattn.PartialState:
-        """Attention over this rank's keys."""
-        return treeattn.partial_attention(self.q, self.k, self.v)
+    def reasons(self, spec: Any = None) -> list[str]:
+        """Take any call."""
+        return []
 
-
-def milliseconds(call: Callable[[], Any], repeats: int) -> float:
-    """Mean time of a call, of the slowest rank; the clock starts behind a call, which ranks leave together."""
-    call()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return float(WORLD.allreduce(1e3 * (time.perf_counter() - start) / repeats, MPI.MAX))
+    def prepare(self, spec: Any) -> Any:
+        """Give the state of no keys."""
+        return lambda args, out: self.ops.fill_identity(out)
 
 
-def fitting_keys(comm: treeattn.TreeComm, heads: int, width: int, tokens: int, repeats: int) -> int:
-    """Give the keys whose state takes as long to compute as to merge."""
-    keys = 4 * FEWEST
-    short = Sequence(0, heads, width, keys, tokens)
-    state = short.compute()
-    merge = milliseconds(lambda: comm.allreduce(state), repeats)
-    compute = milliseconds(short.compute, repeats)
-    return int(np.clip(keys * merge / compute, FEWEST, MOST))
+def medians(comm: treeattn.TreeComm, runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Time the runs in turn; give, for each repeat, the slowest rank's milliseconds."""
+    own: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
+            comm.consult("start", (), {})
+            start = time.perf_counter()
+            run()
+            own[name].append(1e3 * (time.perf_counter() - start))
+    every = comm.consult("times", (), own)
+    return {name: [max(times) for times in zip(*(rank[name] for rank in every), strict=True)][1:] for name in runs}
 
 
-def one_by_one(comm: treeattn.TreeComm, sequences: list[Sequence]) -> list[Array]:
-    """Compute and merge, one sequence after the other."""
-    return [comm.allreduce(each.compute()).packed for each in sequences]
+def alone(run: Callable[[], Any]) -> Callable[[], None]:
+    """Run it with messages that nobody looks after while a kernel works."""
 
+    def unattended() -> None:
+        MpiTransport.needs_progress = False
+        try:
+            run()
+        finally:
+            MpiTransport.needs_progress = True
 
-class InFlight:
-    """The same, with one sequence's state under way while the other's is computed; it stays so between calls."""
-
-    def __init__(self, comm: treeattn.TreeComm, sequences: list[Sequence]) -> None:
-        self._comm, self._sequences = comm, sequences
-        self._begun = comm.allreduce_begin(sequences[-1].compute())
-
-    def __call__(self) -> list[Array]:
-        """Advance both sequences by a step; gives the last sequence's result of the step before, and the others'."""
-        ended = []
-        for each in self._sequences:
-            state = self._comm.beside(each.compute)
-            ended.append(self._begun.end().packed)
-            self._begun = self._comm.allreduce_begin(state)
-        return ended
-
-    def end(self) -> None:
-        """Leave nothing in flight."""
-        self._begun.end()
-
-
-def two_sequences(comm: treeattn.TreeComm, options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    """Give the calls that two sequences make, their results compared."""
-    heads, width = options.heads, options.width
-    keys = options.keys or fitting_keys(comm, heads, width, 1, options.repeats)
-    sequences = [Sequence(number, heads, width, keys) for number in range(2)]
-    state = sequences[0].compute()
-    in_flight = InFlight(comm, sequences)
-    right, found = one_by_one(comm, sequences), in_flight()
-    assert [each.tobytes() for each in found] == [each.tobytes() for each in reversed(right)], "other bits in flight"
-    return {
-        f"compute {keys} keys": sequences[0].compute,
-        "merge": lambda: comm.allreduce(state),
-        "one by one": lambda: one_by_one(comm, sequences),
-        "in flight": in_flight,
-    }
-
-
-def pipelines(comm: treeattn.TreeComm, options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    """Give calls of `decode` with one group of heads and more, their results compared."""
-    heads, width, tokens = options.heads, options.width, options.tokens
-    keys = options.keys or fitting_keys(comm, heads, width, tokens, options.repeats)
-    long = Sequence(2, heads, width, keys, tokens)
-
-    def decode(groups: int) -> Array:
-        out: Array = treeattn.decode(long.q, long.k, long.v, comm=comm, pipeline=groups)
-        return out
-
-    right = decode(1).tobytes()
-    assert all(decode(groups).tobytes() == right for groups in options.groups), "other bits in groups"
-    state = long.compute()
-    return {
-        f"compute {tokens} x {keys} keys": long.compute,
-        f"merge {state.nbytes / 1e6:.2f} MB": lambda: comm.allreduce(state),
-        **{f"pipeline={groups}": lambda groups=groups: decode(groups) for groups in (1, *options.groups)},
-    }
-
-
-def measure(calls: dict[str, Callable[[], Any]], blocks: int, repeats: int) -> dict[str, float]:
-    """Give the median block of each call, taken in turns."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(blocks):
-        for name, call in calls.items():
-            found[name].append(milliseconds(call, repeats))
-    return {name: statistics.median(each) for name, each in found.items()}
+    return unattended
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=32, help="query tokens of the pipelined decode")
-    parser.add_argument("--groups", type=int, nargs="*", default=[2, 4], help="groups of the pipelined decode")
-    parser.add_argument("--keys", type=int, default=0, help="keys per rank; by default such that it takes long enough")
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=10, help="calls per block")
-    parser.add_argument("--json", type=Path, help="where rank 0 writes the numbers")
-    options = parser.parse_args()
-    install_abort_hook()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=256, help="keys per rank")
+    parser.add_argument("--q-tokens", type=int, default=768)
+    parser.add_argument("--repeats", type=int, default=9)
+    chosen = parser.parse_args()
+    q = np.ones((1, 32, chosen.q_tokens, 128), np.float32)
+    k = np.random.default_rng(0).standard_normal((1, 4, chosen.tokens, 128), dtype=np.float32)
     with treeattn.TreeComm() as comm:
-        calls = two_sequences(comm, options)
-        found = measure(calls, options.blocks, options.repeats)
-        calls["in flight"].end()  # type: ignore[attr-defined]
-        found |= measure(pipelines(comm, options), options.blocks, options.repeats)
-        if comm.rank == 0:
-            show(found, f"{comm.size} ranks on {len(set(comm.hosts))} hosts", options.json)
+        ring, steps = treeattn.baselines.ring, comm.size - 1
+        both = ring.prepare(q, k, k, Options(), comm=comm)
+        wire = ring.prepare(q, k, k, Options(), comm=comm, backend=Idle())
+        runs = {
+            "wire": wire.run,
+            "kernel": lambda: [treeattn.partial_attention(q, k, k) for _ in range(steps)],
+            "left alone": alone(both.run),
+            "looked after": both.run,
+        }
+        found = medians(comm, runs, chosen.repeats)
+        kernel = statistics.median(found["kernel"]) / steps
+        for name in ("left alone", "looked after"):
+            found[name] = [each - kernel for each in found[name]]  # the kernel after the last message
+        report(comm, k.nbytes * 2, {name: [each / steps for each in times] for name, times in found.items()})
 
 
-def show(found: dict[str, float], title: str, path: Path | None) -> None:
-    """Print the table, and write the numbers."""
-    table = Table(title=f"computing beside messages, ms of the slowest rank; {title}")
-    for column in ("row", "ms", "times as fast"):
-        table.add_column(column)
-    slow = {"in flight": "one by one"}
-    for name, row in found.items():
-        base = slow.get(name, "pipeline=1" if name.startswith("pipeline") else "")
-        faster = f"{found[base] / row:.2f}" if base else ""
-        table.add_row(name, f"{row:.3f}", faster)
-    Console(width=100).print(table)
-    if path is not None:
-        path.write_text(json.dumps({"layout": title, "milliseconds": found}, indent=2) + "\n")
+def report(comm: treeattn.TreeComm, nbytes: int, steps: dict[str, list[float]]) -> None:
+    if comm.rank == 0:
+        middle = {name: round(statistics.median(times), 2) for name, times in steps.items()}
+        every = {name: [round(each, 2) for each in times] for name, times in steps.items()}
+        print(json.dumps({"ranks": comm.size, "cores": os.cpu_count(), "shard bytes": nbytes, "median": middle}))
+        print(json.dumps({"all": every}))
 
 
 if __name__ == "__main__":
+    install_abort_hook()
     main()

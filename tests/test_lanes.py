@@ -207,7 +207,7 @@ def test_ranks_of_mpi(each_mpi):
         assert report["left open"] == 0
 
 
-def test_a_rank_that_does_not_end_is_named(mpirun):
+def test_a_rank_that_stays_away_is_named(mpirun):
     job = mpirun("comm_mpi", 3, "flight_silent", check=False)
     assert job.rc != 0
     errors = [report["error"] for report in job.reports if "error" in report]

@@ -126,14 +126,18 @@ def flight(hosts):
 
 
 def flight_silent():
-    """The last rank begins, and does not end."""
+    """The last rank begins no more, while others have two in flight."""
+    with treeattn.TreeComm(plan="2,2") as comm:
+        comm.allreduce(state(comm.rank))  # compiles, which must not count as silence
     comm = treeattn.TreeComm(hosts=list("abc"), timeout=1.5, plan="2,2")
     comm.allreduce_begin(state(comm.rank)).end()
-    handle = comm.allreduce_begin(state(comm.rank))
+    first = comm.allreduce_begin(state(comm.rank))
     if comm.rank == 2:
         time.sleep(300)
     try:
-        handle.end()
+        second = comm.allreduce_begin(state(comm.rank))
+        first.end()
+        second.end()
     except RankTimeout as error:
         say(error=str(error))
     time.sleep(0.5)  # until all have spoken; whoever leaves then ends the job
