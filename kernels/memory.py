@@ -49,7 +49,7 @@ def _next_task(typingctx: Any, counter: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         integer = ir.IntType(64)
         at = builder.inttoptr(args[0], integer.as_pointer())
-        return builder.atomic_rmw("add", at, ir.Constant(integer, 1), "monotonic")
+        return builder.atomic_rmw("add", at, ir.Constant(integer, 1), "acq_rel")
 
     return types.int64(types.int64), codegen
 
@@ -89,7 +89,9 @@ call_part: Any = intrinsic(_call_part)
 """``call_part(address, (a, b, ...))`` calls the part (`treeattn.kernels.compilation.part`) at that address."""
 
 next_task: Any = intrinsic(_next_task)
-"""``next_task(address)`` takes the next number from the counter (int64) there; several threads may ask at once."""
+"""``next_task(address)`` takes the next number from the counter (int64) there; several threads may ask at once.
+
+What was written before it is there for who takes a later number."""
 
 load_acquire: Any = intrinsic(_load_acquire)
 """``load_acquire(address)`` is the int64 there; nothing that is read after it is read before it."""

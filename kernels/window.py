@@ -15,7 +15,7 @@ import numpy.typing as npt
 from numba import types as _types
 
 from treeattn.kernels.compilation import entry, inline
-from treeattn.kernels.memory import fence, load_acquire, pointer, store_release
+from treeattn.kernels.memory import fence, itemsize, load_acquire, next_task, pointer, store_release
 from treeattn.kernels.wire_rows import merge_to_state, pack_rows, room
 from treeattn.wire_form import WireForm
 
@@ -26,6 +26,7 @@ __all__ = [
     "DIFFERENT",
     "EQUAL",
     "HEADER",
+    "RESULT",
     "WAITING",
     "collect_at",
     "publish_at",
@@ -47,6 +48,13 @@ EQUAL, DIFFERENT, WAITING = 0, 1, 2
 
 ASLEEP = 8
 """Where in a slot, after the flag, it is said that somebody sleeps until the flag changes."""
+
+TAKEN, MERGED, RESULT = 0, 64, 128
+"""Where, in what ranks that merge together have in common, the parts are counted that were taken and that are merged,
+each count on a cache line of its own; and where the result is."""
+
+PARTS = 8
+"""Parts of the rows that ranks which merge together take one by one."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), 0)
 """Linux's number for the call by which a process sleeps until a word in shared memory changes; 0 where unknown."""
@@ -79,11 +87,12 @@ def sleep_at() -> Any:
 
 
 def swap_at(form: WireForm) -> Any:
-    """Compiled: a whole step of ranks that all merge all states.
+    """Compiled: a whole step of ranks that all get the merge of all states.
 
-    Its arguments are the rank's state, the result, the slots of all ranks in the order of merging; the addresses of
-    this rank's slot, of its header and of `room`, and spins; the step, the use, and yields. It publishes in
-    any case, and merges if what it finds and returns is ``EQUAL``.
+    Its arguments are the rank's state and the result; the slots of all ranks in the order of merging, and room for as
+    many addresses; the addresses of this rank's slot, of its header and of `room`, spins, and, where ranks share the
+    merging, the address of what they have in common, and whether this rank clears it; the step, the use, and yields.
+    It publishes in any case, and merges if what it finds and returns is ``EQUAL``.
     """
     return _swap_double() if form.dtype == "float64" else _swap_single()
 
@@ -126,17 +135,61 @@ def _swap_double(state: Array, out: Array, slots: Array, own: Array, step: int, 
 
 @inline
 def _swap(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int, dtype: Any) -> int:
-    slot, header, space, spins = own[0], own[1], own[2], own[3]
+    slot, header, space, spins, common = own[0], own[1], own[2], own[3], own[4]
+    sources, shifted = slots[: slots.size // 2], slots[slots.size // 2 :]
     pointer(header, np.int64)[0] = step
     width = state.shape[3]
     rows = state.size // width
+    if own[5] != 0:  # all have left the use before the last, so nobody counts here any more
+        pointer(common + TAKEN, np.int64)[0] = 0
+        pointer(common + MERGED, np.int64)[0] = 0
     _copy(slot - HEADER, header, HEADER)
     pack_rows(slot, np.int64(state.ctypes.data), rows, width, space, dtype)
     _raise_flag(slot - BEFORE_STATE, use)
-    found = _collect(slots, header, use, spins, yields)
+    found = _collect(sources, header, use, spins, yields)
     if found == EQUAL:
-        merge_to_state(np.int64(out.ctypes.data), slots, rows, width, space, dtype)
+        target = np.int64(out.ctypes.data)
+        if common == 0 or not _merge_together(
+            target, sources, shifted, rows, width, space, common, spins, yields, dtype
+        ):
+            merge_to_state(target, sources, rows, width, space, dtype)
     return found
+
+
+@inline
+def _merge_together(
+    out: int, sources: Array, shifted: Array, rows: int, width: int, space: int, common: int, spins: int, yields: int,
+    dtype: Any,
+) -> bool:  # fmt: skip
+    """Merge parts of the rows, as many as this rank gets hold of, and copy all; false where others don't end theirs."""
+    size, each = width * itemsize(dtype), (rows + PARTS - 1) // PARTS
+    parts = (rows + each - 1) // each
+    part = next_task(common + TAKEN)
+    while part < parts:
+        first = part * each
+        for index in range(sources.size):
+            shifted[index] = sources[index] + first * size
+        merge_to_state(common + RESULT + first * size, shifted, min(each, rows - first), width, space, dtype)
+        next_task(common + MERGED)
+        part = next_task(common + TAKEN)
+    if not _reached(common + MERGED, parts, spins, yields):
+        return False
+    _copy(out, common + RESULT, rows * size)
+    return True
+
+
+@inline
+def _reached(counter: int, wanted: int, spins: int, yields: int) -> bool:
+    looks = 0
+    while load_acquire(counter) != wanted:
+        looks += 1
+        if looks == spins:
+            if yields == 0:
+                return False
+            _sched_yield()
+            yields -= 1
+            looks = 0
+    return True
 
 
 @inline

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import treeattn
 from treeattn import PartialState, TreeComm, window
 from treeattn.errors import InputError, RankTimeout
 from treeattn.plan import Radices
@@ -71,6 +72,41 @@ def test_any_calls_in_any_order_give_the_bits_of_messages(calls, hosts, determin
     assert outcomes(calls, hosts, plan=plan, deterministic=deterministic) == by_messages
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_ranks_that_merge_together_have_the_bits_of_those_that_merge_alone(monkeypatch, together, dtype):
+    def body(transport):
+        comm, found = TreeComm(transport), []
+        for heads in (1, 7, 8, 30):  # fewer rows than parts, and numbers that parts don't divide
+            state = state_of(comm.rank, heads, dtype)
+            found += [bits(comm.allreduce(state)) for _ in range(4)]
+        return found
+
+    monkeypatch.setattr(window, "merge_together", lambda ranks, cores: together)
+    for ranks in (2, 5):
+        right = [bits(over_the_wire([state_of(r, heads, dtype) for r in range(ranks)])) for heads in (1, 7, 8, 30)]
+        assert run_ranks(ranks, body) == [[each for each in right for _ in range(4)]] * ranks
+
+
+def test_decode_takes_the_short_way_and_its_check_word_counts():
+    def body(transport):
+        with TreeComm(transport) as comm:
+            q, k, v = (np.full((1, 2, n, 4), comm.rank + 1.0, np.float32) for n in (1, 3, 3))
+            sink = np.zeros(2, np.float32)
+            found = [bits_of(treeattn.decode(np.ones_like(q), k, v, comm=comm, sink=sink)) for _ in range(4)]
+            assert comm._session.swap is not None
+            with pytest.raises(InputError, match="sink: expected the same on every rank"):
+                treeattn.decode(np.ones_like(q), k, v, comm=comm, sink=sink + comm.rank)
+            return found
+
+    found = run_ranks(3, body)
+    assert len({each for rank in found for each in rank}) == 1
+
+
+def bits_of(array):
+    return array.tobytes()
+
+
 def test_states_of_one_host_need_no_message():
     def body(transport):
         comm = TreeComm(transport)
@@ -124,8 +160,8 @@ def test_nothing_is_left():
     assert not list(window.FOLDER.glob(f"treeattn-{os.getpid()}-*"))
 
 
-ROOM = 64 + 2 * 2 * (64 + window.STATE_BYTES)
-"""Two slots for each of two ranks, and what the first rank writes for the other to find."""
+ROOM = 64 + 2 * 2 * (64 + window.STATE_BYTES) + 2 * (128 + window.STATE_BYTES)
+"""Two slots for each of two ranks, two common results, and what the first rank writes for the other to find."""
 
 
 def no_room(monkeypatch):

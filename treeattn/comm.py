@@ -246,7 +246,7 @@ class TreeComm:
             On every rank, if any rank's argument is wrong or the states differ in shape or dtype.
         """
         swap = self._session.swap
-        merged = None if swap is None else swap(state, out)
+        merged = swap(state, out) if swap is not None and swap.is_allreduce else None
         if merged is None:
             merged = self.exchange(self._attempt("allreduce", state, None), out=out)
         assert merged is not None, "without a root, every rank has the result"
@@ -369,6 +369,11 @@ class TreeComm:
         PartialState or None
             None on ranks that are not the root, where there is one.
         """
+        swap = self._session.swap
+        if swap is not None and attempt.signature is swap.signature:  # signatures are kept by those who make them
+            merged = swap(attempt.state, out, attempt)
+            if merged is not None:
+                return merged
         with self._guard:
             attempt = attempt if out is None else _with_out(attempt, out)
             if self.size > 1:

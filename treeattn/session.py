@@ -110,9 +110,9 @@ class Session:
         assert state is not None, "only a good attempt is possible"
         assert signature is not None, "only a good attempt is possible"
 
-        def otherwise(state: PartialState, out: PartialState | None) -> PartialState | None:
+        def otherwise(attempt: Attempt, out: PartialState | None) -> PartialState | None:
             self._begun = True
-            return self.merge(Attempt(signature, state, None), out)
+            return self.merge(attempt, out)
 
         self.swap = Swap(exchange, self._channel, state, signature, otherwise)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.agreement import Header, Signature
+from treeattn.agreement import Attempt, Header, Signature
 from treeattn.channel import Channel
 from treeattn.executor import Exchange
 from treeattn.rounds import WindowRound
@@ -29,7 +29,7 @@ class Swap:
     signature : Signature
         What was agreed on.
     otherwise : callable
-        Takes (state, out) and ends the step where a swap finds that not all is well.
+        Takes (attempt, out) and ends the step where a swap finds that not all is well.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Swap:
         channel: Channel,
         state: PartialState,
         signature: Signature,
-        otherwise: Callable[[PartialState, PartialState | None], PartialState | None],
+        otherwise: Callable[[Attempt, PartialState | None], PartialState | None],
     ) -> None:
         packed, window, (only,) = state._packed, exchange.window, exchange.rounds
         assert window is not None, "a swap is one in a window"
@@ -50,26 +50,40 @@ class Swap:
         self._room = compiled().room(exchange.transport.size, exchange.form)
         self._header = np.zeros(4, np.int64)
         self._header.view(np.uint8)[:] = np.frombuffer(Header(0, 0, signature.digest, 0).pack(), np.uint8)
+        self._check = self._header.view(np.uint64)[3:]
         self._places = [self._places_in(use) for use in (0, 1)]
+        self.signature, self.is_allreduce = signature, signature.operation == "allreduce"
+        self._last: tuple[Any, Any] = None, None
 
     def _places_in(self, use: int) -> tuple[Any, Any]:
         """Give the slots of all ranks, and what is this rank's own: see `treeattn.kernels.window.swap_at`."""
         window, transport = self._window, self._exchange.transport
         slots = [window.address(rank, use) for rank in range(transport.size)]
+        common = window.common(use)
         own = slots[transport.rank], self._header.ctypes.data, self._room.ctypes.data, window.spins
-        return np.array(slots, np.int64), np.array(own, np.int64)
+        clears = common != 0 and transport.rank == 0
+        return np.array([*slots, *slots], np.int64), np.array([*own, common, clears], np.int64)
 
     @staticmethod
     def possible(exchange: Exchange, state: PartialState | None, signature: Signature | None) -> bool:
         """Whether an exchange, after it was run with ``state``, is one."""
-        if signature is None or signature.operation != "allreduce" or state is None:
+        if signature is None or signature.root is not None or state is None:
             return False
         rounds = exchange.plan.rounds
         return len(rounds) == 1 and rounds[0].shared and isinstance(state._packed, np.ndarray)
 
-    def __call__(self, state: Any, out: Any) -> PartialState | None:
-        """Merge, and give the result; None where this call is not like the last, or the communicator not free."""
-        if not self._fits(state) or not (out is None or self._fits(out)):
+    def __call__(self, state: Any, out: Any, attempt: Attempt | None = None) -> PartialState | None:
+        """Merge, and give the result; None where this call is not like the last, or the communicator not free.
+
+        Parameters
+        ----------
+        state : PartialState
+        out : PartialState or None
+        attempt : Attempt, optional
+            The call, where more than its state and signature matters.
+        """
+        last = self._last
+        if (state is not last[0] or out is not last[1]) and not self._takes(state, out):
             return None
         channel = self._channel
         guard = channel.guard
@@ -77,6 +91,7 @@ class Swap:
             return None
         try:
             merged = PartialState(np.empty(self._shape, self._dtype), self._ops) if out is None else out
+            self._check[0] = 0 if attempt is None else attempt.check
             channel.step = step = channel.step + 1
             use = self._window.use + 1
             slots, own = self._places[use & 1]
@@ -84,12 +99,20 @@ class Swap:
                 self._exchange.ran()
                 return merged
             self._round.published = True
-            return self._otherwise(state, out)
+            return self._otherwise(attempt or Attempt(self.signature, state, None), out)
         except KeyboardInterrupt as error:
             channel.break_off(error)
             raise
         finally:
             guard.lock.release()
+
+    def _takes(self, state: Any, out: Any) -> bool:
+        """Whether these are states like those that were agreed on; the next call with the same ones need not ask."""
+        if not self._fits(state) or not (out is None or self._fits(out)):
+            return False
+        if out is not None:
+            self._last = state, out
+        return True
 
     def _fits(self, state: Any) -> bool:
         """Whether this is a state like those that were agreed on."""
