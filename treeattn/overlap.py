@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["NAP", "beside"]
+__all__ = ["beside"]
 
 T = TypeVar("T")
 
-NAP = 100e-6
-"""Seconds between looks at the messages: short beside a kernel worth hiding, long beside a look."""
+NAPS = 100e-6, 1e-3
+"""Shortest and longest seconds between looks at the messages: where cores are few, a look takes one from a kernel."""
+
+SHARE = 1 / 16
+"""Part of the time so far that the next nap takes, between those: what has taken long may wait a little longer."""
 
 
 def beside(moved: Callable[[], bool], work: Callable[[], T]) -> T:
@@ -45,8 +49,11 @@ def beside(moved: Callable[[], bool], work: Callable[[], T]) -> T:
     task, done = _worker().submit(work), threading.Lock()
     done.acquire()
     task.add_done_callback(lambda _: done.release())
-    while not moved() and not done.acquire(timeout=NAP):
-        pass
+    start = time.monotonic()
+    while not moved():
+        nap = SHARE * (time.monotonic() - start)
+        if done.acquire(timeout=min(max(nap, NAPS[0]), NAPS[1])):
+            break
     return task.result()
 
 
