@@ -37,7 +37,7 @@ the other strips: two levels lose fewer bits."""
 ACCUMULATORS = 8 if LANES == 8 else 24
 """Vectors of sums that registers hold; AVX2 has half as many."""
 
-KEPT = ("int8", "float8_e4m3fn", "float8_e5m2")
+KEPT = ("float8_e4m3fn",)
 """Types whose widened values are kept for the next pair of rows."""
 
 
