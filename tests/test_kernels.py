@@ -389,6 +389,59 @@ def test_code_from_the_disk_gives_the_bits_of_code_just_compiled(tmp_path):
     assert loaded == compiled
 
 
+OTHER_PROCESSORS = """
+import ml_dtypes, numpy as np, treeattn
+from treeattn.kernels.vectors import LANES
+from treeattn.testing.oracle import assert_attention
+print(LANES)
+rng = np.random.default_rng(0)
+for dtype, width in ((np.float32, 128), (ml_dtypes.bfloat16, 80), (np.float16, 33)):
+    for group, options in ((1, {}), (7, {"mask": rng.random(300) < 0.5, "softcap": 3.0})):
+        q = rng.standard_normal((1, group, 2, width), dtype=np.float32)
+        k, v = (rng.standard_normal((1, 1, 300, width)).astype(dtype) for _ in "kv")
+        assert_attention(treeattn.attention(q, k, v, **options, return_lse=True), q, k, v, **options)
+"""
+
+
+@pytest.mark.parametrize("lanes", [4, 8])
+def test_shorter_vectors_give_the_same(tmp_path, lanes):
+    process = run_program(OTHER_PROCESSORS, TREEATTN_LANES=str(lanes), NUMBA_CACHE_DIR=str(tmp_path))
+    assert process.communicate(timeout=120)[0].split() == [str(lanes)]
+    assert process.returncode == 0
+
+
+FOR_ARM = """
+import re, sys
+from llvmlite import binding
+from treeattn.kernels.scores import scores_of
+from treeattn.kernels.values import values_of
+binding.initialize_all_targets()
+binding.initialize_all_asmprinters()
+try:
+    target = binding.Target.from_triple("aarch64-unknown-linux-gnu")
+except RuntimeError:
+    sys.exit("no such target")
+for storage in ("float32", "bfloat16", "float16", "float8_e4m3fn"):
+    for part in (scores_of(storage, 80, pairs=False), values_of(storage, 80)):
+        (compiled,) = (cell.cell_contents for cell in part.__closure__)
+        text = re.sub(r'"target-(cpu|features)"="[^"]*"', "", compiled()._library.get_llvm_str())
+        text = re.sub(r'target (triple|datalayout) = "[^"]*"', "", text)
+        assembly = target.create_target_machine().emit_assembly(binding.parse_assembly(text))
+        print(storage, assembly.count("fmla"))
+"""
+
+
+def test_products_compile_for_arm():
+    """To machine code only: nothing here runs it."""
+    process = run_program(FOR_ARM, TREEATTN_LANES="4", NUMBA_CACHE_DIR="")
+    found = process.communicate(timeout=120)[0].split()
+    if process.returncode == 1 and not found:
+        pytest.skip("this LLVM compiles for no ARM processor")
+    assert process.returncode == 0
+    assert len(found) == 16
+    assert min(map(int, found[1::2])) >= 10, "multiply-adds of whole vectors are missing"
+
+
 @pytest.mark.parametrize("dtype", STORED, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("width", [32, 33])
 def test_every_stored_number_is_read_as_what_it_is(dtype, width):
