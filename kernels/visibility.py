@@ -86,9 +86,14 @@ def _position(call: Call, task: Task, i: int) -> Any:
 @inline
 def _range_of_positions(call: Call, task: Task) -> tuple[int, int]:
     low, high = FURTHEST, -FURTHEST
-    for i in range(task.keys):
-        position = _position(call, task, i)
-        low, high = min(low, position), max(high, position)
+    if call.kv_pos_t == 8:  # apart, because only this loop can be vectorised
+        positions = pointer(call.kv_pos + task.b * call.kv_pos_b + task.start * 8, np.int64)
+        for i in range(task.keys):
+            low, high = min(low, positions[i]), max(high, positions[i])
+    else:
+        for i in range(task.keys):
+            position = _position(call, task, i)
+            low, high = min(low, position), max(high, position)
     return low, high
 
 
