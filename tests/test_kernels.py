@@ -420,7 +420,7 @@ binding.initialize_all_asmprinters()
 try:
     target = binding.Target.from_triple("aarch64-unknown-linux-gnu")
 except RuntimeError:
-    sys.exit("no such target")
+    sys.exit(3)
 for storage in ("float32", "bfloat16", "float16", "float8_e4m3fn"):
     for part in (scores_of(storage, 80, pairs=False), values_of(storage, 80)):
         (compiled,) = (cell.cell_contents for cell in part.__closure__)
@@ -431,11 +431,11 @@ for storage in ("float32", "bfloat16", "float16", "float8_e4m3fn"):
 """
 
 
-def test_products_compile_for_arm():
-    """To machine code only: nothing here runs it."""
-    process = run_program(FOR_ARM, TREEATTN_LANES="4", NUMBA_CACHE_DIR="")
+def test_products_compile_for_arm(tmp_path):
+    """To machine code only: nothing here runs it. (Code from the disk would have no LLVM text to start from.)"""
+    process = run_program(FOR_ARM, TREEATTN_LANES="4", NUMBA_CACHE_DIR=str(tmp_path))
     found = process.communicate(timeout=120)[0].split()
-    if process.returncode == 1 and not found:
+    if process.returncode == 3:
         pytest.skip("this LLVM compiles for no ARM processor")
     assert process.returncode == 0
     assert len(found) == 16
