@@ -17,6 +17,7 @@ from numba import types as _types
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.memory import fence, itemsize, load_acquire, next_task, pointer, store_release
 from treeattn.kernels.wire_rows import merge_to_state, pack_rows, room
+from treeattn.kernels.wire_storage import KINDS, row_bytes
 from treeattn.wire_form import WireForm
 
 types: Any = _types  # untyped: its names appear at run time
@@ -94,7 +95,7 @@ def swap_at(form: WireForm) -> Any:
     merging, the address of what they have in common, and whether this rank clears it; the step, the use, and yields.
     It publishes in any case, and merges if what it finds and returns is ``EQUAL``.
     """
-    return _swap_double() if form.dtype == "float64" else _swap_single()
+    return _SWAP[form.o_dtype]()
 
 
 @entry("void(int64, int64, int64, int64, int64)")
@@ -121,20 +122,24 @@ def _sleep_until_published(slots: Array, use: int, limit: int) -> None:
             return
 
 
-@entry("int64(float32[:,:,:,::1], float32[:,:,:,::1], int64[::1], int64[::1], int64, int64, int64)")
-def _swap_single(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int) -> int:
-    found: int = _swap(state, out, slots, own, step, use, yields, np.float32)
-    return found
+def _swap_of(dtype: Any, kind: Any) -> Any:
+    states = f"{np.dtype(dtype).name}[:,:,:,::1]"
+
+    @entry(f"int64({states}, {states}, int64[::1], int64[::1], int64, int64, int64)")
+    def swap(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int) -> int:
+        found: int = _swap(state, out, slots, own, step, use, yields, dtype, kind)
+        return found
+
+    return swap
 
 
-@entry("int64(float64[:,:,:,::1], float64[:,:,:,::1], int64[::1], int64[::1], int64, int64, int64)")
-def _swap_double(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int) -> int:
-    found: int = _swap(state, out, slots, own, step, use, yields, np.float64)
-    return found
+_SWAP = {name: _swap_of(*both) for name, both in KINDS.items()}
 
 
 @inline
-def _swap(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int, dtype: Any) -> int:
+def _swap(
+    state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int, dtype: Any, kind: Any
+) -> int:
     slot, header, space, spins, common = own[0], own[1], own[2], own[3], own[4]
     sources, shifted = slots[: slots.size // 2], slots[slots.size // 2 :]
     pointer(header, np.int64)[0] = step
@@ -144,32 +149,32 @@ def _swap(state: Array, out: Array, slots: Array, own: Array, step: int, use: in
         pointer(common + TAKEN, np.int64)[0] = 0
         pointer(common + MERGED, np.int64)[0] = 0
     _copy(slot - HEADER, header, HEADER)
-    pack_rows(slot, np.int64(state.ctypes.data), rows, width, space, dtype)
+    pack_rows(slot, np.int64(state.ctypes.data), rows, width, space, dtype, kind)
     _raise_flag(slot - BEFORE_STATE, use)
     found = _collect(sources, header, use, spins, yields)
     if found == EQUAL:
         target = np.int64(out.ctypes.data)
         if common == 0 or not _merge_together(
-            target, sources, shifted, rows, width, space, common, spins, yields, dtype
+            target, sources, shifted, rows, width, space, common, spins, yields, dtype, kind
         ):
-            merge_to_state(target, sources, rows, width, space, dtype)
+            merge_to_state(target, sources, rows, width, space, dtype, kind)
     return found
 
 
 @inline
 def _merge_together(
     out: int, sources: Array, shifted: Array, rows: int, width: int, space: int, common: int, spins: int, yields: int,
-    dtype: Any,
+    dtype: Any, kind: Any,
 ) -> bool:  # fmt: skip
     """Merge parts of the rows, as many as this rank gets hold of, and copy all; false where others don't end theirs."""
-    size, each = width * itemsize(dtype), (rows + PARTS - 1) // PARTS
+    size, wire_size, each = width * itemsize(dtype), row_bytes(width, dtype, kind), (rows + PARTS - 1) // PARTS
     parts = (rows + each - 1) // each
     part = next_task(common + TAKEN)
     while part < parts:
         first = part * each
         for index in range(sources.size):
-            shifted[index] = sources[index] + first * size
-        merge_to_state(common + RESULT + first * size, shifted, min(each, rows - first), width, space, dtype)
+            shifted[index] = sources[index] + first * wire_size
+        merge_to_state(common + RESULT + first * size, shifted, min(each, rows - first), width, space, dtype, kind)
         next_task(common + MERGED)
         part = next_task(common + TAKEN)
     if not _reached(common + MERGED, parts, spins, yields):

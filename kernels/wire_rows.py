@@ -1,4 +1,4 @@
-"""States on the wire: per head row o and l, relative to 2**e, and e, a whole number in the place of m.
+"""States on the wire: per head row o, then l, relative to 2**e, then e, a whole number in the place of m.
 
 A state that travels gives up its m for e once, when it is packed. Merging wire rows then takes powers of two, which
 are exact, and additions in a fixed order: the bits are the same whether or not a compiler contracts them, and whichever
@@ -19,9 +19,20 @@ import numpy.typing as npt
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.exponential import LN2, LN2_HIGH, LN2_LOW, exp, exp2_double
 from treeattn.kernels.memory import itemsize, pointer
+from treeattn.kernels.narrow import widened
+from treeattn.kernels.wire_storage import (
+    KINDS,
+    level_of,
+    o_bytes,
+    power_of_two,
+    round_row,
+    row_bytes,
+    write_empty,
+    write_row,
+)
 from treeattn.wire_form import WireForm
 
-__all__ = ["merge_to_state", "pack_rows", "prepare_merge", "prepare_pack", "prepare_unpack", "room"]
+__all__ = ["merge_to_state", "pack_rows", "prepare_merge", "prepare_pack", "prepare_unpack", "room", "state_at"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -47,7 +58,7 @@ def prepare_pack(wire: Bytes, form: WireForm) -> Callable[[Array], None]:
     form : WireForm
         The states' packed arrays are like it, and C-contiguous.
     """
-    space, compiled = room(0, form), _pack_at(form)
+    space, compiled = room(0, form), _PACK[form.o_dtype]()
     to, places = wire.ctypes.data, (form.rows, form.width, space.ctypes.data)
 
     def pack(packed: Array, kept: Any = (wire, space)) -> None:
@@ -58,7 +69,7 @@ def prepare_pack(wire: Bytes, form: WireForm) -> Callable[[Array], None]:
 
 def prepare_unpack(wire: Bytes, form: WireForm) -> Callable[[Array], None]:
     """Give a function that writes the state of the wire rows at ``wire``, the reverse of `prepare_pack`."""
-    space, source, compiled = room(1, form), np.array([wire.ctypes.data]), _state_at(form)
+    space, source, compiled = room(1, form), np.array([wire.ctypes.data]), state_at(form)
     places = source, form.rows, form.width, space.ctypes.data
 
     def unpack(packed: Array, kept: Any = (wire, space)) -> None:
@@ -72,7 +83,7 @@ def prepare_merge(out: Bytes, sources: Sequence[Bytes], form: WireForm) -> Calla
 
     None of the three allocates anything when it is called.
     """
-    space, compiled = room(len(sources), form), _merge_at(form)
+    space, compiled = room(len(sources), form), _MERGE[form.o_dtype]()
     addresses = np.array([source.ctypes.data for source in sources])
     places = out.ctypes.data, addresses, form.rows, form.width, space.ctypes.data
 
@@ -83,69 +94,60 @@ def prepare_merge(out: Bytes, sources: Sequence[Bytes], form: WireForm) -> Calla
 
 
 def room(sources: int, form: WireForm) -> Array:
-    """Give room to work in: two numbers per row, one per row and source, and a row, for sources may be overwritten."""
-    return np.empty(form.rows * (sources + 2) + form.width, np.float64)
+    """Give room to work in: three numbers a row, one per row and source, and a row, for sources may be overwritten."""
+    return np.empty(form.rows * (sources + 3) + form.width, np.float64)
 
 
-def _state_at(form: WireForm) -> Any:
-    """Compiled merge of wire rows to a state: (state, addresses of the rows, rows, width, address of `room`)."""
-    return _state_double() if form.dtype == "float64" else _state_single()
+def state_at(form: WireForm) -> Any:
+    """Compiled merge to a state: (state, addresses of the rows, rows, width, address of `room`)."""
+    return _UNPACK[form.o_dtype]()
 
 
-def _merge_at(form: WireForm) -> Any:
-    return _merge_double() if form.dtype == "float64" else _merge_single()
+def _pack_of(dtype: Any, kind: Any) -> Any:
+    @entry("void(int64, int64, int64, int64, int64)")
+    def pack(wire: int, packed: int, rows: int, width: int, space: int) -> None:
+        pack_rows(wire, packed, rows, width, space, dtype, kind)
+
+    return pack
 
 
-def _pack_at(form: WireForm) -> Any:
-    return _pack_double() if form.dtype == "float64" else _pack_single()
+def _merge_of(dtype: Any, kind: Any) -> Any:
+    @entry("void(int64, int64[::1], int64, int64, int64)")
+    def merge(out: int, sources: Array, rows: int, width: int, space: int) -> None:
+        merge_rows(out, sources, rows, width, space, dtype, kind)
+
+    return merge
 
 
-@entry("void(int64, int64, int64, int64, int64)")
-def _pack_single(wire: int, packed: int, rows: int, width: int, space: int) -> None:
-    pack_rows(wire, packed, rows, width, space, np.float32)
+def _unpack_of(dtype: Any, kind: Any) -> Any:
+    @entry("void(int64, int64[::1], int64, int64, int64)")
+    def unpack(out: int, sources: Array, rows: int, width: int, space: int) -> None:
+        merge_to_state(out, sources, rows, width, space, dtype, kind)
+
+    return unpack
 
 
-@entry("void(int64, int64, int64, int64, int64)")
-def _pack_double(wire: int, packed: int, rows: int, width: int, space: int) -> None:
-    pack_rows(wire, packed, rows, width, space, np.float64)
-
-
-@entry("void(int64, int64[::1], int64, int64, int64)")
-def _merge_single(out: int, sources: Array, rows: int, width: int, space: int) -> None:
-    merge_rows(out, sources, rows, width, space, np.float32)
-
-
-@entry("void(int64, int64[::1], int64, int64, int64)")
-def _merge_double(out: int, sources: Array, rows: int, width: int, space: int) -> None:
-    merge_rows(out, sources, rows, width, space, np.float64)
-
-
-@entry("void(int64, int64[::1], int64, int64, int64)")
-def _state_single(out: int, sources: Array, rows: int, width: int, space: int) -> None:
-    merge_to_state(out, sources, rows, width, space, np.float32)
-
-
-@entry("void(int64, int64[::1], int64, int64, int64)")
-def _state_double(out: int, sources: Array, rows: int, width: int, space: int) -> None:
-    merge_to_state(out, sources, rows, width, space, np.float64)
+_PACK = {name: _pack_of(*both) for name, both in KINDS.items()}
+_MERGE = {name: _merge_of(*both) for name, both in KINDS.items()}
+_UNPACK = {name: _unpack_of(*both) for name, both in KINDS.items()}
 
 
 @inline
-def pack_rows(wire: int, packed: int, rows: int, width: int, space: int, dtype: Any) -> None:
+def pack_rows(wire: int, packed: int, rows: int, width: int, space: int, dtype: Any, kind: Any) -> None:
     """Write the wire rows of a state; ``space`` is `room`."""
-    size = width * itemsize(dtype)
+    size, wire_size = width * itemsize(dtype), row_bytes(width, dtype, kind)
     exponents, scales = pointer(space, np.float64), pointer(space + 8 * rows, np.float64)
     for row in range(rows):
         scales[row] = np.float64(pointer(packed + row * size, dtype)[width - 1])
     for row in range(rows):  # apart from the others, so that it vectorises
         exponents[row], scales[row] = _exponent_and_scale(scales[row], dtype)
     for row in range(rows):
-        target, source = pointer(wire + row * size, dtype), pointer(packed + row * size, dtype)
+        source, scale = pointer(packed + row * size, dtype), dtype(scales[row])
         if source[width - 2] == 0:
-            _write_empty(target, width)
+            write_empty(wire + row * wire_size, width, dtype, kind)
         else:
-            _scale_row(target, source, dtype(scales[row]), width - 1)
-            target[width - 1] = dtype(exponents[row])
+            l = scale * source[width - 2]  # noqa: E741 - the field's name
+            write_row(wire + row * wire_size, source, scale, l, exponents[row], width, dtype, kind)
 
 
 @inline
@@ -164,49 +166,41 @@ def _exponent_and_scale(m: Any, dtype: Any) -> Any:
 
 
 @inline
-def _write_empty(target: Any, width: int) -> None:
-    for j in range(width - 1):
-        target[j] = 0
-    target[width - 1] = -np.inf
-
-
-@inline
-def _scale_row(target: Any, source: Any, scale: Any, width: int) -> None:
-    for j in range(width):
-        target[j] = scale * source[j]
-
-
-@inline
-def merge_rows(out: int, sources: Array, rows: int, width: int, space: int, dtype: Any) -> None:
+def merge_rows(out: int, sources: Array, rows: int, width: int, space: int, dtype: Any, kind: Any) -> None:
     """Merge wire rows; ``space`` is `room`."""
-    size, count = width * itemsize(dtype), sources.size
-    exponents, merged = pointer(space, np.float64), pointer(space + 8 * rows * (count + 2), dtype)
-    _weigh(sources, rows, width, space, dtype)
+    size, count = row_bytes(width, dtype, kind), sources.size
+    exponents, sums = pointer(space, np.float64), pointer(space + 16 * rows, np.float64)
+    weights = space + 24 * rows
+    merged = pointer(weights + 8 * rows * count, dtype)
+    _weigh(sources, rows, width, space, dtype, kind)
     for row in range(rows):
-        _sum_row(merged, sources, space + 8 * (rows * 2 + row * count), row * size, width - 1, dtype)
-        target = pointer(out + row * size, dtype)
-        for j in range(width - 1):
-            target[j] = merged[j]
-        target[width - 1] = dtype(exponents[row])
+        _sum_row(merged, sources, weights + 8 * row * count, row * size, width - 2, dtype, kind)
+        write_row(out + row * size, merged, dtype(1), dtype(sums[row]), exponents[row], width, dtype, kind)
 
 
 @inline
-def merge_to_state(out: int, sources: Array, rows: int, width: int, space: int, dtype: Any) -> None:
+def merge_to_state(out: int, sources: Array, rows: int, width: int, space: int, dtype: Any, kind: Any) -> None:
     """Merge wire rows to a state, with the bits that `merge_rows` and then unpacking have."""
-    size, count = width * itemsize(dtype), sources.size
+    size, wire_size, count = width * itemsize(dtype), row_bytes(width, dtype, kind), sources.size
     exponents, scales = pointer(space, np.float64), pointer(space + 8 * rows, np.float64)
-    merged = pointer(space + 8 * rows * (count + 2), dtype)
-    _weigh(sources, rows, width, space, dtype)
+    sums, weights = pointer(space + 16 * rows, np.float64), space + 24 * rows
+    merged = pointer(weights + 8 * rows * count, dtype)
+    _weigh(sources, rows, width, space, dtype, kind)
     for row in range(rows):  # apart from the others, so that it vectorises
-        exponents[row], scales[row] = _reference_and_scale(exponents[row], dtype)
+        level = level_of(sums[row], kind)
+        exponents[row], scales[row] = _reference_and_scale(exponents[row] + level, dtype)
+        scales[row] *= power_of_two(-level)
     for row in range(rows):
-        _sum_row(merged, sources, space + 8 * (rows * 2 + row * count), row * size, width - 1, dtype)
-        target = pointer(out + row * size, dtype)
-        if merged[width - 2] == 0:
-            _write_empty(target, width)
+        target, scale = pointer(out + row * size, dtype), dtype(scales[row])
+        if sums[row] == 0:
+            for j in range(width):
+                target[j] = 0 if j < width - 1 else -np.inf
         else:
-            _scale_row(target, merged, dtype(scales[row]), width - 1)
-            target[width - 1] = dtype(exponents[row])
+            _sum_row(merged, sources, weights + 8 * row * count, row * wire_size, width - 2, dtype, kind)
+            round_row(merged, dtype(sums[row]), width - 2, kind)
+            for j in range(width - 2):
+                target[j] = scale * merged[j]
+            target[width - 2], target[width - 1] = scale * dtype(sums[row]), dtype(exponents[row])
 
 
 @inline
@@ -221,60 +215,55 @@ def _reference_and_scale(e: Any, dtype: Any) -> Any:
 
 
 @inline
-def _weigh(sources: Array, rows: int, width: int, space: int, dtype: Any) -> None:
-    """Write each row's largest e, NaN if one is, and the power of two that each source weighs in it."""
-    exponents, count, size = pointer(space, np.float64), sources.size, width * itemsize(dtype)
+def _weigh(sources: Array, rows: int, width: int, space: int, dtype: Any, kind: Any) -> None:
+    """Write each row's largest e, NaN if one is, its sum of l, and the power of two that each source weighs in it."""
+    exponents, sums = pointer(space, np.float64), pointer(space + 16 * rows, np.float64)
+    count, size, behind = sources.size, row_bytes(width, dtype, kind), o_bytes(width, kind)
     for row in range(rows):
-        weights = pointer(space + 8 * (rows * 2 + row * count), np.float64)
-        highest = -np.inf
+        weights = pointer(space + 8 * (rows * 3 + row * count), np.float64)
+        highest, total = -np.inf, 0.0
         for index in range(count):
-            e = np.float64(pointer(sources[index] + row * size, dtype)[width - 1])
+            e = np.float64(pointer(sources[index] + row * size + behind, dtype)[1])
             weights[index] = e
             if e > highest or e != e:  # once NaN, nothing compares as larger
                 highest = e
-        exponents[row] = highest
         for index in range(count):
-            weights[index] = _power(0.0 if weights[index] == highest else weights[index] - highest)
+            weight = power_of_two(0.0 if weights[index] == highest else weights[index] - highest)
+            total += weight * np.float64(pointer(sources[index] + row * size + behind, dtype)[0])
+            weights[index] = weight
+        exponents[row], sums[row] = highest, np.float64(dtype(total))
 
 
 @inline
-def _power(n: Any) -> Any:
-    """2**n for a whole n of at most 0, in float64; 0 where that is below the normal range."""
-    kept = n if n > -1023.0 else -1023.0
-    power = np.int64((np.int64(kept) + 1023) << 52).view(np.float64)
-    return power if n == n else n
-
-
-@inline
-def _sum_row(merged: Any, sources: Array, weights: int, offset: int, width: int, dtype: Any) -> None:
-    """Sum o and l of one row in the order of the sources, two at a time."""
-    weight, count = pointer(weights, np.float64), sources.size
-    first = pointer(sources[0] + offset, dtype)
-    if count == 1:
-        _scale_row(merged, first, dtype(weight[0]), width)
+def _sum_row(merged: Any, sources: Array, weights: int, offset: int, count: int, dtype: Any, kind: Any) -> None:
+    """Sum o of one row, ``count`` numbers, in the order of the sources, two sources at a time."""
+    weight, rows = pointer(weights, np.float64), sources.size
+    first = pointer(sources[0] + offset, kind)
+    if rows == 1:
+        for j in range(count):
+            merged[j] = dtype(weight[0]) * widened(first[j])
     else:
-        second = pointer(sources[1] + offset, dtype)
-        _sum_two(merged, first, second, dtype(weight[0]), dtype(weight[1]), width)
-    for index in range(2, count - 1, 2):
-        first, second = pointer(sources[index] + offset, dtype), pointer(sources[index + 1] + offset, dtype)
-        _add_two(merged, first, second, dtype(weight[index]), dtype(weight[index + 1]), width)
-    if count > 2 and count % 2:
-        _add_one(merged, pointer(sources[count - 1] + offset, dtype), dtype(weight[count - 1]), width)
+        _sum_two(merged, first, pointer(sources[1] + offset, kind), dtype(weight[0]), dtype(weight[1]), count)
+    for index in range(2, rows - 1, 2):
+        first, second = pointer(sources[index] + offset, kind), pointer(sources[index + 1] + offset, kind)
+        _add_two(merged, first, second, dtype(weight[index]), dtype(weight[index + 1]), count)
+    if rows > 2 and rows % 2:
+        _add_one(merged, pointer(sources[rows - 1] + offset, kind), dtype(weight[rows - 1]), count)
 
 
 @inline
-def _sum_two(merged: Any, first: Any, second: Any, a: Any, b: Any, width: int) -> None:
-    for j in range(width):
-        merged[j] = a * first[j] + b * second[j]
+def _sum_two(merged: Any, first: Any, second: Any, a: Any, b: Any, count: int) -> None:
+    for j in range(count):
+        merged[j] = a * widened(first[j]) + b * widened(second[j])
 
 
 @inline
-def _add_two(merged: Any, first: Any, second: Any, a: Any, b: Any, width: int) -> None:
-    for j in range(width):
-        merged[j] = (merged[j] + a * first[j]) + b * second[j]
+def _add_two(merged: Any, first: Any, second: Any, a: Any, b: Any, count: int) -> None:
+    for j in range(count):
+        merged[j] = (merged[j] + a * widened(first[j])) + b * widened(second[j])
 
 
 @inline
-def _add_one(merged: Any, row: Any, weight: Any, width: int) -> None:
-    for j in range(width):
-        merged[j] += weight * row[j]
+def _add_one(merged: Any, row: Any, weight: Any, count: int) -> None:
+    for j in range(count):
+        merged[j] += weight * widened(row[j])

@@ -134,7 +134,7 @@ def test_decode_verifies_every_option(treeattn, monkeypatch, options):
 
 def test_a_wrong_result_is_an_error(treeattn, monkeypatch):
     verdict = Workload.verdict
-    monkeypatch.setattr(Workload, "verdict", lambda self, out: verdict(self, out + out.dtype.type(1e-3)))
+    monkeypatch.setattr(Workload, "verdict", lambda self, out, *rest: verdict(self, out + out.dtype.type(1e-3), *rest))
     ended = treeattn("decode", *SMALL, "--verify")
     assert ended.status == 1
     assert ended.err.startswith("treeattn: the result is off by 0.001, more than ")
@@ -279,6 +279,12 @@ def test_doctor_tells_of_a_launcher_that_does_not_belong_to_the_library(mpirun):
         (["decode", "--head-dim", "0"], 2, "Invalid value for '--head-dim'"),
         (["decode", "--dtype", "int3"], 2, "Invalid value for '--dtype'"),
         (
+            ["decode", "--algorithm", "ring", "--wire-dtype", "float16"],
+            1,
+            "wire_dtype: expected --algorithm tree, got ring",
+        ),
+        (["decode", "--wire-dtype", "int8"], 2, "Invalid value for '--wire-dtype'"),
+        (
             ["decode", "--algorithm", "bush"],
             2,
             "Invalid value for '--algorithm': expected one of tree, ring, ring_query",
@@ -332,13 +338,15 @@ def test_other_ranks_than_asked_for_are_refused(treeattn, monkeypatch):
 
 
 def test_decode_under_mpirun(mpirun):
-    job = mpirun(("-m", "treeattn", "decode", *SMALL), 3, "--hosts", "a,b,a", "--verify", "--json", "-")
+    narrow = "--wire-dtype", "float16"
+    job = mpirun(("-m", "treeattn", "decode", *SMALL), 3, "--hosts", "a,b,a", *narrow, "--verify", "--json", "-")
     results = json.loads(job.stdout)
+    assert results["wire_dtype"] == "float16"
     assert (results["ranks"], results["hosts"]) == (3, ["a", "b", "a"])
     assert results["counted"] == results["predicted"]
     assert results["counted"]["messages_between"] == 2
     assert results["same_bits"]
-    assert results["verdict"]["error"] <= results["verdict"]["limit"]
+    assert 1e-5 < results["verdict"]["error"] <= results["verdict"]["limit"] < 5e-3 * 5
     state = 4 * (8 + 2) * 4
     assert results["paper_bytes_per_rank"] == 2 * 2 * state // 3
 

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from llvmlite import binding
 
 from treeattn import PartialState
+from treeattn.arrays import narrow_dtype
 from treeattn.backends.host import HostOps
 from treeattn.kernels import combine, compilation, wire_rows
+from treeattn.kernels.narrow import narrowed, widened
 from treeattn.testing import over_the_wire
-from treeattn.wire_form import WireForm
+from treeattn.wire_form import ROUNDING, WireForm
 
 OPS = HostOps("cpu")
 DTYPES = ["float32", "float64"]
@@ -35,8 +37,8 @@ def rows_of(seed, dtype="float32", rows=8, spread=10.0):
     return packed
 
 
-def form_of(packed):
-    return WireForm(packed.shape, packed.dtype.name)
+def form_of(packed, narrow=None):
+    return WireForm(packed.shape, packed.dtype.name, narrow)
 
 
 def packed_to_wire(packed):
@@ -157,7 +159,8 @@ def test_what_falls_below_the_normal_range_is_rounded_once_and_what_is_out_of_ra
     a[..., :-1] = 0
     for apart in (-100, -126, -127, -140, -149, -150, -1000, -5000):
         b[..., -1] = a[..., -1] + apart
-        right = np.ldexp(b[..., :-1], max(apart, -10000)) if apart > -150 else np.zeros_like(b[..., :-1])
+        right = np.ldexp(b[..., :-1], apart)
+        right[..., :-1] *= apart > -150  # l is summed in float64, and takes part to the last
         np.testing.assert_array_equal(merged([a, b])[..., :-1], right)
 
 
@@ -237,3 +240,124 @@ def test_the_parts_of_log2_e_are_short_and_their_sum_is_right():
         right = 1 / Decimal(2).ln()
     assert abs(sum(parts) - Fraction(right)) < Fraction(1, 2**105)
     assert math.isclose(float(sum(parts)), math.log2(math.e), rel_tol=2e-16)
+
+
+# ---- o in 16 bit
+
+NARROW = ["bfloat16", "float16"]
+BITS = np.arange(2**16, dtype=np.uint16)
+STORED = {"bfloat16": (np.uint16, narrow_dtype("bfloat16")), "float16": (np.int16, np.dtype(np.float16))}
+
+
+@numba.njit(error_model="numpy")
+def as_bfloat16(numbers, found):
+    for i in range(numbers.size):
+        found[i] = narrowed(numbers[i], np.uint16)
+
+
+@numba.njit(error_model="numpy")
+def as_float16(numbers, found):
+    for i in range(numbers.size):
+        found[i] = narrowed(numbers[i], np.int16)
+
+
+@numba.njit(error_model="numpy")
+def as_wide(stored, found):
+    for i in range(stored.size):
+        found[i] = widened(stored[i])
+
+
+ROUND = {"bfloat16": as_bfloat16, "float16": as_float16}
+
+
+def same_numbers(got, right):
+    """Any NaN is as good as another."""
+    got, right = got.astype(np.float32), right.astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(right))
+    np.testing.assert_array_equal(*(np.where(np.isnan(each), 0, each).view(np.uint32) for each in (got, right)))
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+def test_numbers_of_16_bit_are_read_and_rounded_as_numpy_does(narrow):
+    kind, dtype = STORED[narrow]
+    every, found = BITS.view(dtype), np.empty(2**16, np.float32)
+    as_wide(BITS.view(kind), found)
+    same_numbers(found, every)
+    drawn = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        between = (found[1:] + found[:-1]) / 2  # ties, and their neighbours
+        numbers = np.concatenate([found, between, np.nextafter(between, 0), np.nextafter(between, 9), drawn])
+        rounded = np.empty(numbers.size, kind)
+        ROUND[narrow](numbers.astype(np.float32), rounded)
+        same_numbers(rounded.view(dtype), numbers.astype(np.float32).astype(dtype))
+
+
+def over_narrow_wire(states, narrow):
+    """Merge states whose o travels in 16 bit: the rows on the wire, the merged ones first, and the state at the end."""
+    form = form_of(states[0], narrow)
+    wires = [np.empty(form.nbytes, np.uint8) for _ in range(len(states) + 1)]
+    for state, wire in zip(states, wires[1:], strict=True):
+        OPS.prepare_pack(wire, form)(state)
+    wire_rows.prepare_merge(wires[0], wires[1:], form)()
+    packed = np.empty_like(states[0])
+    OPS.prepare_unpack(wires[0], form)(packed)
+    return wires, packed
+
+
+@law
+@given(
+    seeds=st.lists(st.integers(0, 999), min_size=1, max_size=5),
+    narrow=st.sampled_from(NARROW),
+    sizes=st.lists(st.sampled_from([0.0, 1e-38, 1e-20, 1.0, 1e5, 1e20, 1e35]), min_size=5, max_size=5),
+    spread=st.sampled_from([1.0, 60.0, 245_000.0]),
+)
+def test_what_is_rounded_off_is_within_the_bound_whatever_the_values(seeds, narrow, sizes, spread):
+    states = [rows_of(seed, spread=spread) for seed in seeds]
+    for state, size in zip(states, sizes, strict=False):
+        state[..., :-2] *= np.float32(size)
+    wide = np.stack(states).astype(np.float64)
+    weight = np.exp(wide[..., -1] - wide[..., -1].max(0))
+    l = (weight * wide[..., -2]).sum(0)  # noqa: E741 - the field's name
+    right = (weight[..., None] * wide[..., :-2]).sum(0) / l[..., None]
+    out, lse = combine.finish(over_narrow_wire(states, narrow)[1], None)
+    u, eps = ROUNDING[narrow], np.finfo(np.float32).eps
+    each = (weight[..., None] * np.abs(wide[..., :-2])).sum(0) / l[..., None]
+    allowed = (2 * u * (1 + u) + 8 * len(seeds) * eps) * each + 2**-36 * each.max(-1, keepdims=True)
+    assert (np.abs(out - right) <= allowed + np.finfo(np.float32).tiny).all()
+    right = wide[..., -1].max(0) + np.log(l)
+    np.testing.assert_allclose(lse, right, rtol=4 * eps, atol=4 * eps * len(seeds))
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+def test_a_merge_to_a_state_at_once_has_the_bits_of_a_merge_on_the_wire(narrow):
+    states = [rows_of(seed, rows=40) for seed in range(3)]
+    wires, packed = over_narrow_wire(states, narrow)
+    form, at_once = form_of(states[0], narrow), np.empty_like(packed)
+    space, sources = wire_rows.room(3, form), np.array([wire.ctypes.data for wire in wires[1:]])
+    wire_rows.state_at(form)(at_once.ctypes.data, sources, form.rows, form.width, space.ctypes.data)
+    assert at_once.tobytes() == packed.tobytes()
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+def test_rows_without_keys_and_infinite_values_stay_what_they_are(narrow):
+    empty, other = np.full((1, 8, 1, WIDTH), np.nan, np.float32), rows_of(3)
+    empty[..., -2] = 0
+    other[0, 2, 0, 1] = np.inf
+    alone = over_narrow_wire([other], narrow)[1]
+    for order in ([empty, other], [other, empty, empty]):
+        np.testing.assert_array_equal(over_narrow_wire(order, narrow)[1], alone)
+    out, _ = combine.finish(alone, None)
+    assert np.isposinf(out[0, 2, 0, 1])
+    assert np.isfinite(np.delete(out[0, 2, 0], 1)).all()
+    out, lse = combine.finish(over_narrow_wire([empty, empty], narrow)[1], None)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 128])
+def test_rows_of_any_width_are_whole_words(width):
+    form = WireForm((1, 2, 1, width + 2), "float32", "float16")
+    assert form.row_bytes == 8 + 4 * math.ceil(width / 2)
+    state = np.ones((1, 2, 1, width + 2), np.float32)
+    state[..., -1] = 0
+    np.testing.assert_array_equal(combine.finish(over_narrow_wire([state, state], "float16")[1], None)[0], 1)

@@ -30,14 +30,16 @@ from treeattn.topology import near_card
 from treeattn.transport import Transport
 from treeattn.window import open_window
 from treeattn.wire import Wire
+from treeattn.wire_form import ROUNDING, WireForm
 
 __all__ = ["TYPICAL_PAYLOAD", "TreeComm", "as_tree_comm"]
 
 Array: TypeAlias = npt.NDArray[Any]
 T = TypeVar("T")
 
+TYPICAL_SHAPE = (1, 32, 1, 128)
 TYPICAL_PAYLOAD = 32 * (128 + 2) * 4
-"""Bytes of one decode step's state: 32 heads of width 128 in float32. ``TreeComm.plan`` is for this."""
+"""Shape, and bytes in float32, of one decode step's state. ``TreeComm.plan`` is for this."""
 
 
 class TreeComm:
@@ -70,12 +72,18 @@ class TreeComm:
         Carry rank states unmerged and merge them in rank order: more bytes, and bits that do not depend on hosts.
     timeout : float, optional
         Seconds that a rank may stay silent; 0 waits for ever. ``TREEATTN_TIMEOUT`` or 300 by default.
+    wire_dtype : "bfloat16", "float16" or None
+        Let o travel in 16 bit, and l and m in float32 as ever: about half the bytes, for float32 states only. It is
+        rounded when a rank sends its state and at each merge on the way, each time by at most u of itself, u = 2**-8
+        for bfloat16 and 2**-11 for float16. So ``out`` is off by at most (1 + merges) u max(abs(v)) more, which
+        `wire_error` computes; lse is as exact as without it, and all ranks have the same bits.
 
     Attributes
     ----------
     rank, size : int
     hosts : tuple of str
         One label per rank, the same on every rank.
+    wire_dtype : str or None
 
     Raises
     ------
@@ -105,6 +113,7 @@ class TreeComm:
         model: Any = None,
         deterministic: bool = False,
         timeout: float | None = None,
+        wire_dtype: str | None = None,
     ) -> None:
         self._channel = Channel(open_transport(comm, timeout))
         self.rank, self.size = self._channel.rank, self._channel.size
@@ -113,13 +122,15 @@ class TreeComm:
         self._guard = self._channel.guard
         self._signatures: dict[Any, Signature] = {}
         try:
-            self._join(comm, hosts, plan, model, deterministic, timeout)
+            self._join(comm, hosts, plan, model, deterministic, timeout, wire_dtype)
         except Exception:  # raised on every rank, so that all of them come here, unless they have lost each other
             if self.usable:
                 self._channel.free()
             raise
 
-    def _join(self, comm: Any, hosts: Any, plan: Any, model: Any, deterministic: Any, timeout: Any) -> None:
+    def _join(
+        self, comm: Any, hosts: Any, plan: Any, model: Any, deterministic: Any, timeout: Any, wire_dtype: Any
+    ) -> None:
         """Agree with the other ranks on the settings and on who is where."""
         channel, transport = self._channel, self._channel.transport
         place = {"name": transport.host_name(), "near": near_card()}
@@ -128,13 +139,13 @@ class TreeComm:
         channel.name_hosts(names)
         settings, memory, error = Settings(), Verdict((), "not asked"), None
         try:
-            settings = Settings.read(self.size, hosts, plan, model, deterministic, timeout)
+            settings = Settings.read(self.size, hosts, plan, model, deterministic, timeout, wire_dtype)
             memory = transport.gpu_memory()
         except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
             error = wrong
         told = self.consult("TreeComm", settings.fields, {"gpu_mpi": memory}, error)
         channel.gpu_memory = agreed(each["gpu_mpi"] for each in told)
-        transport.timeout = settings.timeout
+        transport.timeout, channel.wire_dtype = settings.timeout, settings.wire_dtype
         channel.name_hosts(settings.hosts or map_hosts(transport, names, self.consult))
         settings.check_plan(channel.hosts)
         if transport.shares_memory:
@@ -151,9 +162,57 @@ class TreeComm:
         return self._channel.hosts
 
     @property
+    def wire_dtype(self) -> str | None:
+        """What o travels in, if it is not the states' own dtype."""
+        return self._channel.wire_dtype
+
+    def wire_bytes(self, shape: tuple[int, int, int, int], dtype: str = "float32") -> int:
+        """Give the bytes that a state takes on the wire, which is what `plan_for` and ``Plan.predict`` take.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            (B, Hq, Tq, Dv), the state's.
+        dtype : str
+            The state's.
+        """
+        *rows, width = shape
+        return WireForm((*rows, width + 2), dtype, self.wire_dtype).nbytes
+
+    def wire_error(self, payload_bytes: int, root: int | None = None) -> float:
+        """Say by how much of the largest ``v``, at most, ``wire_dtype`` adds to the error of ``out``.
+
+        Parameters
+        ----------
+        payload_bytes, root
+            As in `plan_for`.
+
+        Returns
+        -------
+        float
+            0 without ``wire_dtype``; else u for the state and for each merge of the plan.
+        """
+        if self.wire_dtype is None or self.size == 1:
+            return 0.0
+        merges = sum(any(each.merges) for each in self.plan_for(payload_bytes, root).rounds)
+        return (1 + merges) * ROUNDING[self.wire_dtype]
+
+    def check_dtype(self, dtype: str) -> None:
+        """Refuse states that are more precise than ``wire_dtype`` is for.
+
+        Raises
+        ------
+        InputError
+            They are float64.
+        """
+        if self.wire_dtype is not None and dtype == "float64":
+            hint = "float64 states travel whole: leave wire_dtype out, or compute in float32"
+            raise InputError.of("wire_dtype", expected="None for float64 states", got=repr(self.wire_dtype), hint=hint)
+
+    @property
     def plan(self) -> Plan:
-        """The plan of `allreduce` for one decode step's state (`TYPICAL_PAYLOAD`)."""
-        return self.plan_for(TYPICAL_PAYLOAD)
+        """The plan of `allreduce` for one decode step's state (32 heads of width 128 in float32)."""
+        return self.plan_for(self.wire_bytes(TYPICAL_SHAPE))
 
     def plan_for(self, payload_bytes: int, root: int | None = None) -> Plan:
         """Give the plan that a state takes: to all ranks, or to ``root``.
@@ -161,7 +220,7 @@ class TreeComm:
         Parameters
         ----------
         payload_bytes : int
-            Bytes of the packed state.
+            Bytes of a state on the wire; see `wire_bytes`.
         root : int, optional
             The only rank that wants the result.
         """
@@ -497,6 +556,7 @@ class TreeComm:
         key = operation, root, state._packed.shape, state._packed.dtype
         found = self._signatures.get(key)
         if found is None:
+            self.check_dtype(state.dtype.name)
             fields = (("state.shape", state.shape), ("state.dtype", state.dtype.name))
             found = Signature(operation, root, fields, state._packed.shape, state.dtype.name)
             self._signatures[key] = found

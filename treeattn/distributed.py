@@ -171,6 +171,7 @@ class Decoding:
 
     def _checked(self, spec: Spec, options: Options) -> Any:
         """Refuse what a call over several ranks can't do; give the sink as it is used."""
+        self.comm.check_dtype(spec.state_dtype)
         if self.comm.size > 1 and spec.positional:
             check_positions(options)
         return sink_logits(self.sink, spec.q_heads, spec.state_dtype)

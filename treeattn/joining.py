@@ -17,6 +17,7 @@ from treeattn.plan import Plan, Radices
 from treeattn.planner import parse_radices
 from treeattn.topology import HOSTS_VARIABLE, check_hosts, host_labels, hosts_of_environment
 from treeattn.transport import SelfTransport, Transport
+from treeattn.wire_form import WIRE_DTYPES
 
 __all__ = ["Settings", "map_hosts", "notes_on", "open_transport", "under_launcher"]
 
@@ -93,6 +94,8 @@ class Settings:
         Seconds; 0 waits for ever.
     cards : bool
         Whether states go from card to card by NCCL; messages, headers among them, then follow the default plan.
+    wire_dtype : str or None
+        What o travels in, if it is not the states' own.
     """
 
     hosts: tuple[str, ...] | None = None
@@ -103,9 +106,12 @@ class Settings:
     deterministic: bool = False
     timeout: float = DEFAULT_TIMEOUT
     cards: bool = False
+    wire_dtype: str | None = None
 
     @classmethod
-    def read(cls, size: int, hosts: Any, plan: Any, model: Any, deterministic: Any, timeout: Any) -> Settings:
+    def read(
+        cls, size: int, hosts: Any, plan: Any, model: Any, deterministic: Any, timeout: Any, wire_dtype: Any = None
+    ) -> Settings:
         """Check what the user passed; the environment stands in for what they did not."""
         if not isinstance(deterministic, bool):
             raise InputError.of("deterministic", expected="True or False", got=repr(deterministic))
@@ -115,9 +121,14 @@ class Settings:
         if measures and model is not None:
             raise InputError.of("model", expected='None with plan="auto", which measures one', got=repr(model))
         found = DEFAULT_MODEL if model is None else read_model(model)
+        if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
+            names = " or ".join(map(repr, (None, *WIRE_DTYPES)))
+            raise InputError.of("wire_dtype", expected=names, got=repr(wire_dtype))
         cards = isinstance(plan, str) and plan == "nccl"
+        if cards and wire_dtype is not None:
+            raise InputError.of("wire_dtype", expected="None with plan='nccl'", got=repr(wire_dtype))
         radices, seconds = None if cards else parse_radices(plan), _timeout(timeout)
-        return cls(_hosts(hosts, size), whole, radices, measures, found, deterministic, seconds, cards)
+        return cls(_hosts(hosts, size), whole, radices, measures, found, deterministic, seconds, cards, wire_dtype)
 
     @property
     def fields(self) -> tuple[tuple[str, Any], ...]:
@@ -128,6 +139,7 @@ class Settings:
             ("hosts of the plan", None if self.plan is None else self.plan.hosts),
             ("model", self.model.digest),
             ("deterministic", self.deterministic),
+            ("wire_dtype", self.wire_dtype),
         )
 
     def check_plan(self, hosts: tuple[str, ...]) -> None:

@@ -162,7 +162,7 @@ class Session:
             if len(self._exchanges) >= KEPT_EXCHANGES:
                 self._channel.retire(self._exchanges.pop(next(iter(self._exchanges))).transport)
             root, shape, dtype = agreed.wire
-            form = WireForm(shape, dtype)
+            form = WireForm(shape, dtype, self._channel.wire_dtype)
             plan = self._plan_for(form.nbytes, root, self.window is not None)
             channel = self._channel
             common = plan, channel.branch(), self.window, form, channel.tally
@@ -176,9 +176,9 @@ class Session:
     def _direct(self, plan: Plan, ops: Any) -> DirectOps | None:
         """Give ``ops`` if this rank's messages may be in its card's memory; the others need not know.
 
-        Pieces are cut on the host, and windows are there.
+        Pieces are cut on the host, numbers of 16 bit made there, and windows are there.
         """
-        on_host = plan.pieces > 1 or any(each.shared for each in plan.rounds)
+        on_host = plan.pieces > 1 or self._channel.wire_dtype or any(each.shared for each in plan.rounds)
         return ops if ops.direct in self._channel.gpu_memory.families and not on_host else None
 
     def _describe(self, attempt: Attempt) -> None:

@@ -12,7 +12,7 @@ from treeattn.channel import Channel
 from treeattn.executor import Exchange
 from treeattn.rounds import WindowRound
 from treeattn.state import PartialState
-from treeattn.window import compiled
+from treeattn.window import STATE_BYTES, compiled
 
 __all__ = ["Swap"]
 
@@ -59,7 +59,8 @@ class Swap:
         """Give the slots of all ranks, and what is this rank's own: see `treeattn.kernels.window.swap_at`."""
         window, transport = self._window, self._exchange.transport
         slots = [window.address(rank, use) for rank in range(transport.size)]
-        common = window.common(use)
+        fits = np.prod(self._shape) * self._dtype.itemsize <= STATE_BYTES  # a state is longer than its rows of 16 bit
+        common = window.common(use) if fits else 0
         own = slots[transport.rank], self._header.ctypes.data, self._room.ctypes.data, window.spins
         clears = common != 0 and transport.rank == 0
         return np.array([*slots, *slots], np.int64), np.array([*own, common, clears], np.int64)

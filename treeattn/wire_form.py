@@ -10,7 +10,13 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "WireForm", "merger"]
+__all__ = ["ROUNDING", "WIRE_DTYPES", "Bytes", "WireForm", "merger"]
+
+WIRE_DTYPES = ("bfloat16", "float16")
+"""What o may travel in, besides its own dtype."""
+
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""By how much of itself a number is rounded there at most."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -25,15 +31,25 @@ class WireForm:
         Of the packed state, (B, Hq, Tq, Dv + 2).
     dtype : "float32" or "float64"
         The state's.
+    narrow : "bfloat16", "float16" or None
+        What o travels in, if it is not the state's dtype, which must then be float32.
 
     Examples
     --------
     >>> WireForm((1, 32, 1, 130), "float32").nbytes
     16640
+    >>> WireForm((1, 32, 1, 130), "float32", "bfloat16").nbytes
+    8448
     """
 
     shape: tuple[int, ...]
     dtype: str
+    narrow: str | None = None
+
+    @property
+    def o_dtype(self) -> str:
+        """What o travels in."""
+        return self.narrow or self.dtype
 
     @property
     def width(self) -> int:
@@ -47,8 +63,10 @@ class WireForm:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.width * np.dtype(self.dtype).itemsize
+        """Bytes of a row; those of o are a multiple of 4."""
+        size = np.dtype(self.dtype).itemsize
+        o_bytes = (self.width - 2) * (2 if self.narrow else size)
+        return -(-o_bytes // 4) * 4 + 2 * size
 
     @property
     def nbytes(self) -> int:

@@ -31,13 +31,13 @@ TA_INLINE float ta_reference_of(double e, float* scale) {
 }
 
 // 2**n for a whole n of at most 0; 0 below the normal range.
-TA_INLINE float ta_weight(double n) {
-  if (n != n) return (float)n;
-  return (float)ta_power(ta_bits((n > -1023.0 ? n : -1023.0) + TA_ROUNDER) - ta_bits(TA_ROUNDER));
+TA_INLINE double ta_weight(double n) {
+  if (n != n) return n;
+  return ta_power(ta_bits((n > -1023.0 ? n : -1023.0) + TA_ROUNDER) - ta_bits(TA_ROUNDER));
 }
 
 // Write each source's weight, and give the row's e: the largest, NaN if one is.
-TA_INLINE double ta_weigh_rows(const ta_merge& call, long long offset, float* weights) {
+TA_INLINE double ta_weigh_rows(const ta_merge& call, long long offset, double* weights) {
   double highest = -TA_INF;
   for (int i = 0; i < (int)call.count; i++) {
     const double e = call.sources[i][offset + call.width - 1];
@@ -51,10 +51,16 @@ TA_INLINE double ta_weigh_rows(const ta_merge& call, long long offset, float* we
   return highest;
 }
 
-TA_INLINE float ta_sum_rows(const ta_merge& call, long long at, const float* weights) {
-  float sum = weights[0] * call.sources[0][at];
-  for (int i = 1; i < (int)call.count; i++) sum += weights[i] * call.sources[i][at];
+TA_INLINE float ta_sum_o(const ta_merge& call, long long at, const double* weights) {
+  float sum = (float)weights[0] * call.sources[0][at];
+  for (int i = 1; i < (int)call.count; i++) sum += (float)weights[i] * call.sources[i][at];
   return sum;
+}
+
+TA_INLINE float ta_sum_l(const ta_merge& call, long long at, const double* weights) {
+  double sum = 0.0;
+  for (int i = 0; i < (int)call.count; i++) sum += weights[i] * (double)call.sources[i][at];
+  return (float)sum;
 }
 
 // From a state, the one source, to wire rows.
@@ -72,26 +78,33 @@ extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, 1) treeattn_pack(const t
 
 // From wire rows to wire rows.
 extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, 1) treeattn_merge_rows(const ta_merge call) {
-  __shared__ float weights[TA_SOURCES];
-  const long long offset = blockIdx.x * call.width;
+  __shared__ double weights[TA_SOURCES];
+  const long long offset = blockIdx.x * call.width, l = offset + call.width - 2;
   const double e = ta_weigh_rows(call, offset, weights);
-  for (int j = threadIdx.x; j < (int)call.width - 1; j += TA_THREADS) {
-    call.out[offset + j] = ta_sum_rows(call, offset + j, weights);
+  for (int j = threadIdx.x; j < (int)call.width - 2; j += TA_THREADS) {
+    call.out[offset + j] = ta_sum_o(call, offset + j, weights);
   }
-  if (threadIdx.x == 0) call.out[offset + call.width - 1] = (float)e;
+  if (threadIdx.x == 0) {
+    call.out[l] = ta_sum_l(call, l, weights);
+    call.out[l + 1] = (float)e;
+  }
 }
 
 // From wire rows to a state, which is none of them: the merge and the unpacking in one launch.
 extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, 1) treeattn_unpack(const ta_merge call) {
-  __shared__ float weights[TA_SOURCES];
+  __shared__ double weights[TA_SOURCES];
   const long long offset = blockIdx.x * call.width;
   const int width = (int)call.width;
   const double e = ta_weigh_rows(call, offset, weights);
   float scale;
-  const float m = ta_reference_of(e, &scale);
-  const bool empty = ta_sum_rows(call, offset + width - 2, weights) == 0.f;
-  for (int j = threadIdx.x; j < width - 1; j += TA_THREADS) {
-    call.out[offset + j] = empty ? 0.f : scale * ta_sum_rows(call, offset + j, weights);
+  const float m = ta_reference_of(e + 0.0, &scale);  // so that -0 becomes 0, as on the CPU
+  const float l = ta_sum_l(call, offset + width - 2, weights);
+  const bool empty = l == 0.f;
+  for (int j = threadIdx.x; j < width - 2; j += TA_THREADS) {
+    call.out[offset + j] = empty ? 0.f : scale * ta_sum_o(call, offset + j, weights);
   }
-  if (threadIdx.x == 0) call.out[offset + width - 1] = empty ? -TA_INF : m;
+  if (threadIdx.x == 0) {
+    call.out[offset + width - 2] = empty ? 0.f : scale * l;
+    call.out[offset + width - 1] = empty ? -TA_INF : m;
+  }
 }

@@ -69,8 +69,9 @@ def contender(
     if baseline is None:
         step = partial(treeattn.decode, q, k, v, comm=comm, root=root, backend=backend, **options)
         first = _first_step(step)  # agrees: later steps send the plan's messages and nothing else
-        plan, rank = comm.plan_for(work.state_bytes, root), comm.rank
-        return Contender(step, lambda: plan.predict(work.state_bytes).per_rank[rank], first, str(plan))
+        size, rank = comm.wire_bytes(work.state_shape, work.state_dtype), comm.rank
+        plan = comm.plan_for(size, root)
+        return Contender(step, lambda: plan.predict(size).per_rank[rank], first, str(plan))
     prepared = baseline.prepare(q, k, v, Options(**options), comm=comm, root=root, backend=backend)
 
     def run() -> Any:

@@ -11,6 +11,8 @@ import click
 from treeattn.cli.options import json_option, on_ranks, plan_options, read_algorithm, shape_options
 from treeattn.cli.output import console, counts, print_rows, write_json
 from treeattn.cli.workload import Workload
+from treeattn.errors import InputError
+from treeattn.wire_form import WIRE_DTYPES
 
 if TYPE_CHECKING:
     from treeattn.cli.measurement import Measurement
@@ -27,10 +29,12 @@ Examples:
 """
 
 
-def _check(*, plan: str, **options: Any) -> None:
+def _check(*, plan: str, algorithm: str, wire_dtype: str | None, **options: Any) -> None:
     """Refuse what can't work before any rank is started."""
     from treeattn.planner import parse_radices
 
+    if wire_dtype is not None and algorithm != "tree":
+        raise InputError.of("wire_dtype", expected="--algorithm tree", got=algorithm)
     Workload.of(options).check()
     parse_radices(plan)
 
@@ -46,6 +50,7 @@ def _check(*, plan: str, **options: Any) -> None:
 @click.option("--backend", help="Backend's name.  [default: what suits the arrays]")
 @click.option("--root", type=int, help="Only this rank gets the result.")
 @plan_options
+@click.option("--wire-dtype", type=click.Choice(WIRE_DTYPES), help="What o travels in.  [default: the state's own]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up cache.")
 @click.option("--repeats", type=click.IntRange(1), default=10, show_default=True, help="Timed steps.")
 @click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Steps before those.")
@@ -59,6 +64,7 @@ def decode(
     hosts: tuple[str, ...] | None,
     plan: str,
     deterministic: bool,
+    wire_dtype: str | None,
     backend: str | None,
     root: int | None,
     repeats: int,
@@ -77,11 +83,12 @@ def decode(
     from treeattn.comm import TreeComm
 
     work = Workload.of(options)
-    with TreeComm(hosts=hosts, plan=plan, deterministic=deterministic) as comm:
+    with TreeComm(hosts=hosts, plan=plan, deterministic=deterministic, wire_dtype=wire_dtype) as comm:
         found = measure(comm, work, algorithm, root=root, backend=backend, warmup=warmup, repeats=repeats)
         results = {"algorithm": algorithm, **_results(comm, work, found)}
+        rounding = comm.wire_error(comm.wire_bytes(work.state_shape, work.state_dtype), root)
     if comm.rank == 0:
-        results["verdict"] = asdict(work.verdict(found.out)) if verify else None
+        results["verdict"] = asdict(work.verdict(found.out, rounding)) if verify else None
         print_rows(console(json_file), "treeattn decode", _rows(results, verbose))
         write_json(json_file, results)
         _complain(results)
@@ -97,6 +104,7 @@ def _results(comm: TreeComm, work: Workload, found: Measurement) -> dict[str, An
         "ranks": comm.size,
         "hosts": comm.hosts,
         "plan": found.plan,
+        "wire_dtype": comm.wire_dtype,
         "median_ms": 1e3 * median,
         "first_ms": 1e3 * found.first.seconds,
         "first_code": found.first.code,
@@ -125,6 +133,7 @@ def _rows(results: dict[str, Any], verbose: bool) -> list[tuple[str, str]]:
     return [
         ("cache", f"{counts(work['tokens'])} tokens, {heads}, {work['dtype']}: {counts(results['kv_bytes'])} bytes"),
         ("plan", results["plan"] or results["algorithm"]),
+        ("o on the wire", results["wire_dtype"] or "as it is"),
         ("error", error),
         (
             "time per step",

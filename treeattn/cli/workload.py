@@ -134,8 +134,18 @@ class Workload:
         return self.batch * self.kv_heads * self.tokens * width * narrow_dtype(self.dtype).itemsize
 
     @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Shape of one state."""
+        return self.batch, self.q_heads, self.q_tokens, self.v_head_dim
+
+    @property
+    def state_dtype(self) -> str:
+        """Dtype of one state."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
     def state_bytes(self) -> int:
-        """Bytes of one state, which is what a message carries."""
+        """Bytes of one state."""
         return self._rows * (self.v_head_dim + 2) * self._state_itemsize
 
     def paper_bytes(self, size: int) -> int:
@@ -148,12 +158,17 @@ class Workload:
 
     @property
     def _state_itemsize(self) -> int:
-        return 8 if self.dtype == "float64" else 4
+        return np.dtype(self.state_dtype).itemsize
 
-    def verdict(self, out: Array) -> Verdict:
-        """Compare ``out`` with what is `right`."""
+    def verdict(self, out: Array, rounding: float = 0.0) -> Verdict:
+        """Compare ``out`` with what is `right`, to within ``rounding`` of the largest value beside what is usual."""
         error = np.max(np.abs(out.astype(np.float64) - self.right.answer), initial=0.0)
-        return Verdict(float(error), self.right.limit, self.right.method)
+        allowed = self.right.limit + (rounding and rounding * self._largest_value)
+        return Verdict(float(error), allowed, self.right.method)
+
+    @property
+    def _largest_value(self) -> float:
+        return max(float(np.max(np.abs(self.cache(*piece)[1].astype(np.float32)))) for piece in self._pieces())
 
     @cached_property
     def right(self) -> Right:
