@@ -41,9 +41,13 @@ STATE_BYTES = 64 * 1024
 BEFORE_STATE = 64
 """Bytes of a slot before the state: a flag, and, right before the state, a header."""
 
-SPINS, YIELDS = 200_000, 20
+SPINS, YIELDS = 20_000, 200
 CROWDED_SPINS, CROWDED_YIELDS = 100, 5_000
-"""Some milliseconds in all, with a core for each rank and without."""
+"""Some milliseconds in all, with a core for each rank and without.
+
+Even with a core for each, Linux may leave two ranks on one for a long time: whoever spins keeps the other from running.
+So a rank gives up its core after some 15 µs, several times what a step takes where nobody is late.
+"""
 
 _SLOT = BEFORE_STATE + STATE_BYTES
 _COMMON = 128 + STATE_BYTES
