@@ -21,6 +21,7 @@ from treeattn.arrays import narrow_dtype
 from treeattn.broadcasting import broadcast
 from treeattn.comm import as_tree_comm
 from treeattn.errors import CommError, InputError, RankTimeout
+from treeattn.launch import mpirun_command
 from treeattn.plan import Radices, Stats
 from treeattn.planner import plan_allreduce
 from treeattn.testing import FakeBackend, over_the_wire, run_ranks
@@ -608,10 +609,16 @@ def test_hosts_follow_the_host_names(mpirun, names):
     assert job.stderr.count("host names and shared memory disagree") == 1
 
 
-@pytest.mark.parametrize(("how", "plan"), [("sleeps", "2,2"), ("sleeps", "default"), ("ends", "2,2")])
+@pytest.mark.parametrize(
+    ("how", "plan"), [("sleeps", "2,2"), ("sleeps", "default"), ("ends", "2,2"), ("exits", "default")]
+)
 def test_a_rank_that_stays_away_is_named_by_all_others_and_the_job_ends(each_mpi, how, plan):
     """In a tree, some wait for ranks that wait themselves; those are not the missing."""
     job = each_mpi("comm_mpi", 4, "silent", how, plan, check=False)
+    assert_named_by_all_others(job)
+
+
+def assert_named_by_all_others(job):
     assert job.rc != 0, job
     errors = {report["rank"]: report for report in job.reports if "error" in report}
     assert set(errors) == {0, 1, 2}, job
@@ -623,11 +630,45 @@ def test_a_rank_that_stays_away_is_named_by_all_others_and_the_job_ends(each_mpi
     assert sum("this communicator is broken" in report.get("again", "") for report in job.reports) == 3
 
 
-@pytest.mark.parametrize("how", ["raises", "exits", "killed"])
-def test_a_rank_that_ends_badly_ends_the_job(each_mpi, how):
-    """The others may be ended before they can raise; nobody may hang, that is all."""
-    job = each_mpi("comm_mpi", 4, "silent", how, "default", check=False)
+def test_a_rank_that_raises_ends_the_job_and_says_why(each_mpi):
+    job = each_mpi("comm_mpi", 4, "silent", "raises", "default", check=False)
     assert job.rc != 0, job
+    assert "ZeroDivisionError: division by zero" in job.stderr, job
+    assert re.search(r"\[rank 3 of 4, .*\] an exception ended this rank, for which others may wait", job.stderr), job
+    assert_ended_or_named(job, rank=3)
+
+
+def test_a_rank_that_is_killed_ends_the_job_by_the_launcher(each_mpi):
+    """A launcher that hears of the death ends the others, mostly before their deadline."""
+    job = each_mpi("comm_mpi", 4, "silent", "killed", "default", check=False)
+    assert job.rc != 0, job
+    assert re.search(r"signal 9 \(Killed\)|Killed \(signal 9\)", job.stdout + job.stderr), job
+    assert_ended_or_named(job, rank=3)
+
+
+def test_a_rank_that_is_killed_is_named_where_the_launcher_lets_the_others_live(mpirun):
+    if mpirun.runtime.name != "openmpi":
+        pytest.skip("only Open MPI's launcher can be told to let them")
+
+    def launched_to_go_on(command):
+        mpiexec, *arguments = mpirun_command(mpirun.runtime, 4, command)
+        return [mpiexec, "--enable-recovery", *arguments]
+
+    job = mpirun("comm_mpi", 4, "silent", "killed", "default", launcher=launched_to_go_on, check=False)
+    assert_named_by_all_others(job)
+
+
+def assert_ended_or_named(job, rank):
+    """Whoever lived on until the deadline has named the rank that went missing, and nobody has said anything else."""
+    for report in job.reports:
+        assert f"nothing came from rank {rank} on host " in report.get("error", report.get("again")), job
+
+
+def test_a_split_that_does_not_end_ends_the_job(each_mpi):
+    job = each_mpi("comm_mpi", 3, "split", check=False)
+    assert job.rc != 0, job
+    reason = "MPI's shared-memory split did not end in 1 s: ending the job"
+    assert re.search(rf"\[rank [01] of 3, .*\] {reason}", job.stderr), job
 
 
 def test_a_rank_that_never_comes_is_noticed(each_mpi):

@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ __all__ = [
     "rank_tag",
     "run",
 ]
+
+FORWARDING = 0.1
+"""Seconds between a message and Abort: MPICH's launcher drops what it has not passed on when a rank aborts."""
 
 _BANNERS = {"Open MPI": "openmpi", "Open RTE": "openmpi", "PRRTE": "openmpi", "Intel(R) MPI": "intel", "HYDRA": "mpich"}
 
@@ -282,6 +286,7 @@ def abort(message: str, status: int = 1) -> NoReturn:
         os.write(2, f"{rank_tag()}{message.rstrip()}\n".encode(errors="backslashreplace"))
     if (world := _world()) is not None:
         sys.stdout.flush()
+        time.sleep(FORWARDING)
         world.Abort(status)
     raise SystemExit(status)
 

@@ -15,6 +15,7 @@ from mpi4py import MPI
 import treeattn
 from treeattn.comm import as_tree_comm
 from treeattn.errors import CommError, RankTimeout
+from treeattn.mpi_transport import MpiTransport
 
 
 def say(**found):
@@ -153,6 +154,13 @@ def late():
         say(error=str(error))
 
 
+def split():
+    """The last rank does not come to MPI's split by shared memory, which MPI has no way to test for."""
+    if MPI.COMM_WORLD.Get_rank() == MPI.COMM_WORLD.Get_size() - 1:
+        MpiTransport.shared_memory_group = lambda _: time.sleep(300)
+    treeattn.TreeComm(timeout=1)
+
+
 def raises():
     """The last rank fails outside of any call, and no hook is installed."""
     comm = treeattn.TreeComm()
@@ -170,5 +178,5 @@ def refused():
 
 
 if __name__ == "__main__":
-    programs = bare, hosts, silent, steps, flight, flight_silent, late, raises, refused
+    programs = bare, hosts, silent, steps, flight, flight_silent, late, split, raises, refused
     {each.__name__: each for each in programs}[sys.argv[1]](*sys.argv[2:])
