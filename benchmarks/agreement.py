@@ -6,6 +6,7 @@ All calls go by messages (plan "flat"), which both can. Rows, each the median of
 
 - ``allreduce``: the public call, with agreement;
 - ``bare``: the same plan, messages and merges with no header, no checks, no lock and no signature;
+- ``unwatched``: the same again, waiting without an eye on the deadline and on the calling of the roll;
 - ``disagree``: the call in which rank 0 brings no state, up to the error that every rank raises;
 - ``first``: a call of another shape than the one before, which is agreed on first.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -31,15 +33,19 @@ from treeattn.transport import Transport
 CALLS = {
     "allreduce": "allreduce",
     "bare": "without headers and checks",
+    "unwatched": "and without a watch over the wait",
     "disagree": "a rank is wrong, all raise",
     "first": "another shape than before",
 }
 
 
 class Bare:
-    """Follows a plan with payloads alone."""
+    """Follows a plan with payloads alone; ``wait`` takes the requests of a round."""
 
-    def __init__(self, plan: Plan, transport: Transport, state: treeattn.PartialState) -> None:
+    def __init__(
+        self, plan: Plan, transport: Transport, state: treeattn.PartialState, wait: Callable[[list[Any]], None]
+    ) -> None:
+        self._wait = wait
         self._transport, self._ops, self._shape = transport, state.ops, state.packed.shape
         size, count = state.nbytes, plan.records(transport.rank)
         buffer = np.empty(count * size, np.uint8)
@@ -61,10 +67,20 @@ class Bare:
         for tag, receives, sends, merges in self._rounds:
             requests = [transport.irecv(data, source, tag) for source, data in receives]
             requests += [transport.isend(data, dest, tag) for dest, data in sends]
-            transport.wait(requests)
+            self._wait(requests)
             for sources in merges:
                 self._ops.merge(own, sources)
         return treeattn.PartialState(own.copy(), self._ops)
+
+
+def unwatched(transport: Transport) -> Callable[[list[Any]], None]:
+    """Wait on ``transport`` with no deadline, and whatever other ranks may have to say."""
+
+    def wait(requests: list[Any]) -> None:
+        while not transport.progress(requests):
+            os.sched_yield()
+
+    return wait
 
 
 def median_us(call: Callable[[], Any], repeats: int) -> float:
@@ -90,11 +106,14 @@ def measure(comm: treeattn.TreeComm, heads: int, width: int, repeats: int) -> di
     rng = np.random.default_rng(comm.rank)
     q, k, v = (rng.standard_normal((1, heads, n, width), dtype=np.float32) for n in (1, 4, 4))
     state, small = treeattn.partial_attention(q, k, v), treeattn.partial_attention(q[:, :1], k[:, :1], v[:, :1])
-    bare = Bare(comm.plan_for(state.nbytes), comm._channel.transport.dup(), state)
-    found: dict[str, list[float]] = {"allreduce": [], "bare": []}
+    plan, transport = comm.plan_for(state.nbytes), comm._channel.transport.dup()
+    bare = Bare(plan, transport, state, transport.wait)
+    free = Bare(plan, transport, state, unwatched(transport))
+    found: dict[str, list[float]] = {"allreduce": [], "bare": [], "unwatched": []}
     for _ in range(5):  # in turns, so that whatever else the machine does meets both
         found["allreduce"].append(median_us(lambda: comm.allreduce(state), repeats))
         found["bare"].append(median_us(lambda: bare.merge(state), repeats))
+        found["unwatched"].append(median_us(lambda: free.merge(state), repeats))
     return {
         **{name: statistics.median(each) for name, each in found.items()},
         "disagree": median_us(lambda: disagree(comm, state), repeats // 10),

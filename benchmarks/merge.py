@@ -2,10 +2,15 @@
 
     python -m treeattn.launch 4 benchmarks/merge.py --json merge.json
 
-Run it under any launcher, on one host or many. All rows come from one run, in turns, so that whatever else the
-machines do meets all of them; each is the median over blocks of the mean time of a call, of the slowest rank:
+    python benchmarks/merge.py --runs merge.json on-4-hosts.json on-8-hosts.json --plot merge.png
+
+Run it under any launcher, on one host or many; with several numbers of ``--heads`` it goes through them, a payload
+each. The second command measures nothing and draws what earlier runs wrote. All rows of a payload come from one run, in
+turns, so that whatever else the machines do meets all of them; each is the median over blocks of the mean time of a
+call, of the slowest rank:
 
 - ``default``: the public call with the default plan;
+- ``raw``: on one host, the compiled step in shared memory that it then is, without what the call does around it;
 - ``shared``, ``oneshot``, ``binary``, ``flat``, ``reduce``, ``split``: the public call with that plan;
 - ``three``: three all-reduces, of m, of l and of o, which is what the paper's code does;
 - ``max+sum``: an all-reduce of m, and one of o and l together;
@@ -27,6 +32,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from merge_plot import draw
 from mpi4py import MPI
 from rich.console import Console
 from rich.table import Table
@@ -34,12 +40,16 @@ from rich.table import Table
 import treeattn
 from treeattn.kernels.combine import prepare_merge
 from treeattn.launch import install_abort_hook
+from treeattn.swap import Swap
 
 Array: TypeAlias = npt.NDArray[Any]
 Call: TypeAlias = Callable[[], Array]
 
 PLANS = ("default", "shared", "oneshot", "binary", "flat", "reduce", "split")
 WORLD = MPI.COMM_WORLD
+
+FOR_EVER = 2**31
+"""Times to give up the core before a step would come back without a result."""
 
 
 class Peers:
@@ -107,6 +117,22 @@ def trees(state: treeattn.PartialState) -> tuple[dict[str, Call], dict[str, tree
     return calls, comms
 
 
+def raw(comm: treeattn.TreeComm, state: treeattn.PartialState) -> dict[str, Call]:
+    """Give the compiled step alone, where calls of ``comm`` are one such step."""
+    swap: Swap | None = comm._session.swap
+    if swap is None:
+        return {}
+    run, window, channel, out = swap._run, swap._window, comm._channel, comm.allreduce(state)
+
+    def call() -> Any:
+        window.use += 1
+        channel.step += 1
+        run(state._packed, out._packed, *swap._places[window.use & 1], channel.step, window.use, FOR_EVER)
+        return out
+
+    return {"raw": call}
+
+
 def check(name: str, result: Any, state: treeattn.PartialState) -> None:
     """Compare with the merge in float64."""
     packed = np.stack(WORLD.allgather(state.packed.astype(np.float64)))[:, 0, :, 0]
@@ -140,42 +166,69 @@ def measure(calls: dict[str, Call], blocks: int, repeats: int) -> dict[str, dict
     return {name: {"median": statistics.median(each), "best": min(each)} for name, each in found.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--blocks", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=20, help="calls per block")
-    parser.add_argument("--json", type=Path, help="where rank 0 writes the numbers")
-    options = parser.parse_args()
-    install_abort_hook()
+def measure_payload(heads: int, width: int, blocks: int, repeats: int) -> dict[str, Any]:
+    """Give what one payload takes by every scheme, and by which plans."""
     rng = np.random.default_rng(WORLD.rank)
-    q, k, v = (rng.standard_normal((1, options.heads, n, options.width), dtype=np.float32) for n in (1, 4, 4))
+    q, k, v = (rng.standard_normal((1, heads, n, width), dtype=np.float32) for n in (1, 4, 4))
     state = treeattn.partial_attention(q, k, v)
     calls, comms = trees(state)
+    calls |= raw(comms["default"], state)
     peers = Peers(state)
     calls |= {"three": peers.three, "max+sum": peers.max_sum, "gather": peers.gather, "ring": peers.ring}
     for name, call in calls.items():
         check(name, call(), state)
-    found = measure(calls, options.blocks, options.repeats)
-    if WORLD.rank == 0:
-        plans = {name: str(comms[name].plan_for(state.nbytes)) for name in calls if name in comms}
-        show(found, plans, str(comms["default"].plan), options.json)
+    run = {
+        "ranks": WORLD.size,
+        "hosts": len(set(comms["default"].hosts)),
+        "bytes": state.nbytes,
+        "plans": {name: str(comms[name].plan_for(state.nbytes)) for name in calls if name in comms},
+        "milliseconds": measure(calls, blocks, repeats),
+    }
     for comm in comms.values():
         comm.free()
+    return run
 
 
-def show(found: dict[str, dict[str, float]], plans: dict[str, str], title: str, path: Path | None) -> None:
-    """Print the table, and write the numbers."""
-    table = Table(title=f"one merge, ms of the slowest rank; {title}")
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--heads", type=int, nargs="+", default=[32], help="one payload each")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=20, help="calls per block")
+    parser.add_argument("--json", type=Path, help="where rank 0 writes the numbers")
+    parser.add_argument("--runs", type=Path, nargs="+", help="numbers of earlier runs, instead of measuring")
+    parser.add_argument("--plot", type=Path, help="where rank 0 draws time by hosts and by payload; needs matplotlib")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    install_abort_hook()
+    if options.runs:
+        runs = [run for path in options.runs for run in json.loads(path.read_text())]
+    else:
+        runs = [measure_payload(each, options.width, options.blocks, options.repeats) for each in options.heads]
+    if WORLD.rank > 0:
+        return
+    for run in runs:
+        show(run)
+    if options.json is not None:
+        options.json.write_text(json.dumps(runs, indent=2) + "\n")
+    if options.plot is not None:
+        draw(runs, options.plot)
+
+
+def show(run: dict[str, Any]) -> None:
+    """Print the table of a payload."""
+    layout = f"{run['ranks']} ranks on {run['hosts']} hosts"
+    table = Table(title=f"one merge of {run['bytes']:,} bytes, ms of the slowest rank, {layout}")
     for column in ("scheme", "median", "best", "times as fast as three", "plan"):
         table.add_column(column)
+    found = run["milliseconds"]
     for name, row in found.items():
         faster = found["three"]["median"] / row["median"]
-        table.add_row(name, f"{row['median']:.4f}", f"{row['best']:.4f}", f"{faster:.1f}", plans.get(name, ""))
+        table.add_row(name, f"{row['median']:.4f}", f"{row['best']:.4f}", f"{faster:.1f}", run["plans"].get(name, ""))
     Console(width=140).print(table)
-    if path is not None:
-        path.write_text(json.dumps({"plans": plans, "milliseconds": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
