@@ -22,7 +22,7 @@ from treeattn.broadcasting import broadcast
 from treeattn.comm import as_tree_comm
 from treeattn.errors import CommError, InputError, RankTimeout
 from treeattn.launch import mpirun_command
-from treeattn.plan import Radices, Stats
+from treeattn.plan import HEADER_BYTES, Radices, Stats
 from treeattn.planner import plan_allreduce
 from treeattn.testing import FakeBackend, over_the_wire, run_ranks
 from treeattn.testing.oracle import assert_close, dense, tolerance
@@ -154,6 +154,33 @@ def test_counters_equal_the_prediction(hosts, radices, deterministic):
 
 def vars_of(stats):
     return {name: getattr(stats, name) for name in Stats.__slots__}
+
+
+@pytest.mark.parametrize("arrival", [None, 5])
+@pytest.mark.parametrize("plan", ["oneshot", "binary", "reduce", "split"])
+def test_long_states_go_in_parts(plan, arrival, monkeypatch):
+    states = states_of(5)
+    whole = allreduced(states, list("aabbc"), plan=plan)
+    monkeypatch.setattr("treeattn.rounds.LARGEST_MESSAGE", 50)
+    assert allreduced(states, list("aabbc"), plan=plan, arrival=arrival) == whole
+
+
+def test_long_states_are_counted_by_parts_and_a_rank_without_one_keeps_nobody_waiting(monkeypatch):
+    monkeypatch.setattr("treeattn.rounds.LARGEST_MESSAGE", 50)
+    states = states_of(2)
+
+    def body(transport):
+        with TreeComm(transport, plan="flat") as comm:
+            comm.allreduce(states[comm.rank])
+            before = comm.stats
+            right = bits(comm.allreduce(states[comm.rank]))
+            counted = comm.stats - before
+            text = message_of(lambda: comm.allreduce(None if comm.rank else states[0]))
+            assert bits(comm.allreduce(states[comm.rank])) == right
+            return counted.messages, counted.bytes, text.split(":")[0]
+
+    size = HEADER_BYTES + states[0].nbytes
+    assert run_ranks(2, body) == [(-(-size // 50), size, "state")] * 2
 
 
 def test_float64_states_travel_in_float64():

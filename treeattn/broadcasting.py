@@ -12,14 +12,11 @@ from treeattn.arrays import KV_DTYPES, narrow_dtype, to_numpy
 from treeattn.errors import InputError
 from treeattn.plan import Plan
 from treeattn.rounds import Tally
-from treeattn.transport import Bytes, Transport
+from treeattn.transport import LARGEST_MESSAGE, Bytes, Transport
 
 __all__ = ["broadcast", "check_alike", "describe", "sendable"]
 
 Array: TypeAlias = npt.NDArray[Any]
-
-LARGEST_MESSAGE = 2**30
-"""MPI counts in 32 bits: a longer array goes in pieces of this many bytes."""
 
 
 def sendable(array: Any, is_root: bool) -> Array | None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from treeattn.plan import HEADER_BYTES, RankRound, Stats, Usage
 from treeattn.state import PartialState, StateOps
-from treeattn.transport import Bytes, Meanwhile, Silence, Transport, nothing
+from treeattn.transport import LARGEST_MESSAGE, Bytes, Meanwhile, Silence, Transport, nothing
 from treeattn.waiting import nap
 from treeattn.window import Window, compiled
 from treeattn.wire_form import WireForm, merger
@@ -24,6 +24,12 @@ from treeattn.wire_form import WireForm, merger
 __all__ = ["MessageRound", "Records", "Tally", "WindowRound"]
 
 Array: TypeAlias = npt.NDArray[Any]
+
+TAGS = 4096
+"""Tags of rounds and pieces; a message's second part has a tag that is higher by as much, and so on.
+
+Requests that are started together are started in any order, so that parts under one tag could take each other's place.
+"""
 
 SPINS, YIELDS = 100, 4
 """How often compiled code looks at a flag before it gives up the core, and does both before we look at the clock."""
@@ -153,17 +159,19 @@ class MessageRound:
 
     def _prepare_sends(self, step: RankRound, records: Records, tag: int) -> None:
         for dest, slots in step.sends:
-            data = records.cut(0, slots)
-            self._sends.append(self._transport.send_init(data, dest, tag))
-            self._sizes.append((dest, data.size))
-            self._alone.append((dest, records.cut(0, 0), tag))  # the whole message of a rank with no payload
+            for number, data in enumerate(_parts(records.cut(0, slots))):
+                self._sends.append(self._transport.send_init(data, dest, tag + number * TAGS))
+                self._sizes.append((dest, data.size))
+                alone = data[: 0 if number else HEADER_BYTES]  # what a rank with no payload sends of it
+                self._alone.append((dest, alone, tag + number * TAGS))
 
     def _prepare_receives(self, step: RankRound, records: Records, tag: int, busy: set[tuple[int, int]]) -> None:
         for source, slots, at in step.receives:
-            request = self._transport.recv_init(records.cut(at, slots), source, tag)
+            parts = enumerate(_parts(records.cut(at, slots)))
+            requests = [self._transport.recv_init(data, source, tag + number * TAGS) for number, data in parts]
             late = not busy.isdisjoint((step.piece, place) for place in places_of((source, slots, at)))
-            (self._late if late else self.ahead).append(request)
-            self._receives.append(request)
+            (self._late if late else self.ahead).extend(requests)
+            self._receives += requests
             self._headers.append(records.headers[at])
 
     def post(self, full: bool) -> None:
@@ -312,6 +320,11 @@ class WindowRound:
         """Merge what came."""
         for merge in self._mergers[self._use % 2]:
             merge()
+
+
+def _parts(data: Bytes) -> list[Bytes]:
+    """Cut a message that is too long for one."""
+    return [data[start : start + LARGEST_MESSAGE] for start in range(0, data.size, LARGEST_MESSAGE)]
 
 
 def _places(sizes: Sequence[int]) -> list[slice]:

@@ -13,10 +13,22 @@ import numpy.typing as npt
 
 from treeattn.gpu_mpi import Verdict
 
-__all__ = ["Bytes", "Mark", "Meanwhile", "Prepared", "SelfTransport", "Silence", "Transport", "nothing"]
+__all__ = [
+    "LARGEST_MESSAGE",
+    "Bytes",
+    "Mark",
+    "Meanwhile",
+    "Prepared",
+    "SelfTransport",
+    "Silence",
+    "Transport",
+    "nothing",
+]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
+LARGEST_MESSAGE = 2**30
+"""MPI counts in 32 bits: what is longer travels as several messages of at most this many bytes."""
 
 Meanwhile: TypeAlias = Callable[[], None]
 """What may be done now and then during a wait; it does not wait itself."""

@@ -12,16 +12,13 @@ import numpy.typing as npt
 from treeattn.channel import Channel
 from treeattn.overlap import beside
 from treeattn.plan import Usage
-from treeattn.transport import Bytes
+from treeattn.transport import LARGEST_MESSAGE, Bytes
 
 __all__ = ["LARGEST_MESSAGE", "Pending", "Wire", "pieces"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Ends: TypeAlias = "Iterable[tuple[int, Array]]"
 T = TypeVar("T")
-
-LARGEST_MESSAGE = 2**30
-"""MPI counts in 32 bits: longer arrays travel as several messages of at most this many bytes."""
 
 _OPERATIONS = {"max": np.maximum, "sum": np.add}
 
