@@ -11,12 +11,13 @@ Packing and unpacking are compiled without contraction, so that they too have eq
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.kernels.compilation import entry, inline
+from treeattn.kernels.compilation import entry, inline, part
 from treeattn.kernels.exponential import LN2, LN2_HIGH, LN2_LOW, exp, exp2_double
 from treeattn.kernels.memory import itemsize, pointer
 from treeattn.kernels.narrow import widened
@@ -32,7 +33,16 @@ from treeattn.kernels.wire_storage import (
 )
 from treeattn.wire_form import WireForm
 
-__all__ = ["merge_to_state", "pack_rows", "prepare_merge", "prepare_pack", "prepare_unpack", "room", "state_at"]
+__all__ = [
+    "merge_to_state",
+    "operator_at",
+    "pack_rows",
+    "prepare_merge",
+    "prepare_pack",
+    "prepare_unpack",
+    "room",
+    "state_at",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -101,6 +111,27 @@ def room(sources: int, form: WireForm) -> Array:
 def state_at(form: WireForm) -> Any:
     """Compiled merge to a state: (state, addresses of the rows, rows, width, address of `room`)."""
     return _UNPACK[form.o_dtype]()
+
+
+@cache
+def operator_at(width: int, o_dtype: str) -> int:
+    """Address of a C function (left, right, address of how many rows, anything) that merges rows to ``right``.
+
+    It is what MPI takes for an operator: each pair of rows is merged as `prepare_merge` does, the left one first.
+    """
+    return int(_operator_of(width, *KINDS[o_dtype])())
+
+
+def _operator_of(width: int, dtype: Any, kind: Any) -> Any:
+    @part("void(int64, int64, int64, int64)")
+    def operator(left: int, right: int, length: int, datatype: int) -> None:
+        rows = pointer(length, np.int32)[0]
+        space = np.empty(2 + 5 * rows + width, np.int64)  # `room` of two sources, behind their addresses
+        sources = space[:2]  # passed as an array, which keeps the room alive until rows are merged
+        sources[0], sources[1] = left, right
+        merge_rows(right, sources, rows, width, space.ctypes.data + 16, dtype, kind)
+
+    return operator
 
 
 def _pack_of(dtype: Any, kind: Any) -> Any:

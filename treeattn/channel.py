@@ -44,6 +44,7 @@ class Channel:
         self._branches: list[Transport] = []
         self.gpu_memory = Verdict((), "not asked")
         self.cards: Cards | None = None
+        self.collective = ""
         self.wire_dtype: str | None = None
         self.name_hosts(("unknown",) * self.size)
 

@@ -17,6 +17,7 @@ from treeattn.broadcasting import broadcast, check_alike, describe, sendable
 from treeattn.calibration import Calibration
 from treeattn.cards import open_cards
 from treeattn.channel import Channel
+from treeattn.collective import check_collective
 from treeattn.errors import InputError
 from treeattn.gpu_mpi import Verdict, agreed
 from treeattn.joining import Settings, map_hosts, notes_on, open_transport, under_launcher
@@ -65,6 +66,10 @@ class TreeComm:
         second, and remembers it with ``comm``. Shared memory is used where ranks of a host have it and a state is at
         most 64 KiB, messages elsewhere; with the same radices that changes no bits. "nccl" lets states go from card to
         card by NCCL or RCCL, where every rank has a card of its own (not yet run on one), and merges in rank order.
+        "mpi" lets MPI's own collective merge states on the host, in one call, with a compiled operator. MPI then
+        decides the order: all ranks have the same bits on Open MPI and MPICH, though MPI's standard does not promise
+        it, but not those of other plans, nor `reduce` those of `allreduce`. It is for ranks of MPI, and takes neither
+        ``deterministic=True`` nor ``wire_dtype``.
     model : str, path or CostModel, optional
         By which plans are chosen: the name of a preset, a file from ``treeattn topology --calibrate --save``, or a
         model. By default that of `treeattn.costs` for machines of which nothing is known.
@@ -140,12 +145,15 @@ class TreeComm:
         settings, memory, error = Settings(), Verdict((), "not asked"), None
         try:
             settings = Settings.read(self.size, hosts, plan, model, deterministic, timeout, wire_dtype)
+            if settings.collective == "mpi":
+                check_collective(transport)
             memory = transport.gpu_memory()
         except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
             error = wrong
         told = self.consult("TreeComm", settings.fields, {"gpu_mpi": memory}, error)
         channel.gpu_memory = agreed(each["gpu_mpi"] for each in told)
         transport.timeout, channel.wire_dtype = settings.timeout, settings.wire_dtype
+        channel.collective = settings.collective
         channel.name_hosts(settings.hosts or map_hosts(transport, names, self.consult))
         settings.check_plan(channel.hosts)
         if transport.shares_memory:
@@ -153,7 +161,7 @@ class TreeComm:
         near = [rank for rank, each in enumerate(places) if each["near"]]
         notes = notes_on(comm) if settings.measures else {}
         self._planning = Planning(channel, settings, near, notes)
-        if settings.cards:
+        if settings.collective == "nccl":
             channel.cards = open_cards(self.rank, channel.hosts, self.consult, transport.wait_for, transport.watched)
 
     @property
@@ -281,7 +289,7 @@ class TreeComm:
 
     def __repr__(self) -> str:
         kind = f"rank {self.rank} of {self.size} on {len(set(self.hosts))} hosts"
-        plan = str(self._planning) if self._channel.cards is None else "nccl"
+        plan = self._channel.collective or str(self._planning)
         return f"TreeComm({kind}, plan={plan!r})"
 
     def allreduce(self, state: PartialState, *, out: PartialState | None = None) -> PartialState:

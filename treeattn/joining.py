@@ -24,6 +24,9 @@ __all__ = ["Settings", "map_hosts", "notes_on", "open_transport", "under_launche
 TIMEOUT_VARIABLE = "TREEATTN_TIMEOUT"
 DEFAULT_TIMEOUT = 300.0
 
+COLLECTIVES = ("nccl", "mpi")
+"""Plans in which a collective carries the states."""
+
 
 def open_transport(comm: Any, timeout: Any) -> Transport:
     """Make a transport of our own from what ``TreeComm`` takes; collective.
@@ -92,8 +95,8 @@ class Settings:
     deterministic : bool
     timeout : float
         Seconds; 0 waits for ever.
-    cards : bool
-        Whether states go from card to card by NCCL; messages, headers among them, then follow the default plan.
+    collective : "nccl", "mpi" or ""
+        Whose collective carries states, if any does; messages, headers among them, then follow the default plan.
     wire_dtype : str or None
         What o travels in, if it is not the states' own.
     """
@@ -105,7 +108,7 @@ class Settings:
     model: CostModel = DEFAULT_MODEL
     deterministic: bool = False
     timeout: float = DEFAULT_TIMEOUT
-    cards: bool = False
+    collective: str = ""
     wire_dtype: str | None = None
 
     @classmethod
@@ -124,18 +127,20 @@ class Settings:
         if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
             names = " or ".join(map(repr, (None, *WIRE_DTYPES)))
             raise InputError.of("wire_dtype", expected=names, got=repr(wire_dtype))
-        cards = isinstance(plan, str) and plan == "nccl"
-        if cards and wire_dtype is not None:
-            raise InputError.of("wire_dtype", expected="None with plan='nccl'", got=repr(wire_dtype))
-        radices, seconds = None if cards else parse_radices(plan), _timeout(timeout)
-        return cls(_hosts(hosts, size), whole, radices, measures, found, deterministic, seconds, cards, wire_dtype)
+        collective = plan if isinstance(plan, str) and plan in COLLECTIVES else ""
+        if collective and wire_dtype is not None:
+            raise InputError.of("wire_dtype", expected=f"None with plan={plan!r}", got=repr(wire_dtype))
+        if collective == "mpi" and deterministic:
+            raise InputError.of("deterministic", expected="False with plan='mpi', where MPI orders merges", got="True")
+        radices, seconds = None if collective else parse_radices(plan), _timeout(timeout)
+        return cls(_hosts(hosts, size), whole, radices, measures, found, deterministic, seconds, collective, wire_dtype)
 
     @property
     def fields(self) -> tuple[tuple[str, Any], ...]:
         """What must be the same on every rank."""
         return (
             ("hosts", self.hosts),
-            ("plan", "nccl" if self.cards else str(self.radices or ("auto" if self.measures else "default"))),
+            ("plan", self.collective or str(self.radices or ("auto" if self.measures else "default"))),
             ("hosts of the plan", None if self.plan is None else self.plan.hosts),
             ("model", self.model.digest),
             ("deterministic", self.deterministic),

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from treeattn.errors import CommError, InputError, MissingDependencyError, RankTimeout
 from treeattn.gpu_mpi import Verdict, ask
 from treeattn.launch import abort, launched
+from treeattn.mpi_operator import MpiRowReduction, reasons
 from treeattn.transport import Bytes, Mark, Meanwhile, Silence, Transport, nothing
 from treeattn.waiting import Patience, nap
 
@@ -95,6 +96,7 @@ class MpiTransport(Transport):
 
         self._comm, self._bytes, self._testall = comm, MPI.BYTE, MPI.Request.Testall
         self._startall, self._any, self._prepared = MPI.Prequest.Startall, MPI.ANY_SOURCE, list[Any]()
+        self._reductions: list[MpiRowReduction] = []
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._patience = Patience(timeout, self._roll_was_called) if trunk is None else trunk._patience
         _free_before_finalize()
@@ -197,6 +199,15 @@ class MpiTransport(Transport):
         self.wait([self._comm.Iallreduce(MPI.IN_PLACE, array, {"max": MPI.MAX, "sum": MPI.SUM}[operation])])
         return True
 
+    def operator_reasons(self) -> list[str]:
+        """Ask whether mpi4py's MPI lets us make an operator."""
+        return reasons()
+
+    def row_reduction(self, rows: Bytes, row_bytes: int, operator: int) -> MpiRowReduction:
+        """Prepare MPI's own reduction."""
+        self._reductions.append(MpiRowReduction(self._comm, rows, row_bytes, operator))
+        return self._reductions[-1]
+
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
         """Ask who is there, on the control communicator."""
         data, others = _MARK.pack(*mark), [rank for rank in range(self.size) if rank != self.rank]
@@ -258,13 +269,15 @@ class MpiTransport(Transport):
                     request.Cancel()
                     request.Wait()
                 request.Free()
+            for reduction in self._reductions:
+                reduction.free()
             self._comm.Free()
 
     def abandon(self) -> None:
         """See to it that the process ends by Abort: in Finalize it would wait for the ranks that went missing."""
         if self in _live:
             _live.remove(self)
-            _stuck.append([self._comm, self._prepared])
+            _stuck.append([self._comm, self._prepared, self._reductions])
         _abort_at_exit()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from treeattn.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Header, Signature, conclude
 from treeattn.cards import CardExchange
 from treeattn.channel import Channel
+from treeattn.collective import CollectiveExchange
 from treeattn.direct import DirectOps
 from treeattn.executor import Exchange
 from treeattn.plan import Plan
@@ -168,6 +169,8 @@ class Session:
             common = plan, channel.branch(), self.window, form, channel.tally
             if channel.cards is not None:
                 found = CardExchange(channel.cards, *common)
+            elif channel.collective == "mpi":
+                found = CollectiveExchange(*common)
             else:
                 found = Exchange(*common, None if state is None else self._direct(plan, state.ops))
             self._exchanges[agreed.wire] = found

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ __all__ = [
     "Mark",
     "Meanwhile",
     "Prepared",
+    "RowReduction",
     "SelfTransport",
     "Silence",
     "Transport",
@@ -59,6 +60,13 @@ class Prepared:
 
     post: Callable[[], Any]
     started: Any = None
+
+
+class RowReduction(Protocol):
+    """A collective of the runtime's own that merges rows of all ranks."""
+
+    def start(self, root: int | None) -> Any:
+        """Start it for all ranks, or for ``root`` alone; collective. Gives a request for `Transport.wait`."""
 
 
 class Transport(ABC):
@@ -151,6 +159,23 @@ class Transport(ABC):
         """
         return False
 
+    def operator_reasons(self) -> list[str]:
+        """Say why the runtime can't reduce by an operator of ours; `row_reduction` is for where there is no reason."""
+        return ["these ranks are not MPI's"]
+
+    def row_reduction(self, rows: Bytes, row_bytes: int, operator: int) -> RowReduction:
+        """Prepare to reduce ``rows`` in place, any number of times, by compiled code that merges two rows.
+
+        Parameters
+        ----------
+        rows : uint8 array
+        row_bytes : int
+            Bytes of a row, which is never cut; a multiple of 4.
+        operator : int
+            Address of the code; what it does is the same on every rank. See `treeattn.wire_form.operator`.
+        """
+        raise NotImplementedError
+
     def watched(self, what: str) -> AbstractContextManager[None]:
         """Stand guard over a call that can't be waited for: where that is possible, the job ends at the deadline."""
         return nullcontext()
@@ -221,6 +246,10 @@ class SelfTransport(Transport):
     def allgather(self, data: bytes) -> list[bytes]:
         """Give this rank's data back."""
         return [data]
+
+    def operator_reasons(self) -> list[str]:
+        """There is nothing to reduce, which any runtime can."""
+        return []
 
     def dup(self) -> SelfTransport:
         """Make another."""

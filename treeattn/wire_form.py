@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ROUNDING", "WIRE_DTYPES", "Bytes", "WireForm", "merger"]
+__all__ = ["ROUNDING", "WIRE_DTYPES", "Bytes", "WireForm", "merger", "operator"]
 
 WIRE_DTYPES = ("bfloat16", "float16")
 """What o may travel in, besides its own dtype."""
@@ -79,3 +79,10 @@ def merger(out: Bytes, sources: Sequence[Bytes], form: WireForm) -> Callable[[],
     from treeattn.kernels.wire_rows import prepare_merge  # here, because it loads numba
 
     return prepare_merge(out, sources, form)
+
+
+def operator(form: WireForm) -> int:
+    """Give the address of compiled code that merges two rows as an MPI operator does; see `kernels.wire_rows`."""
+    from treeattn.kernels.wire_rows import operator_at  # here, because it loads numba
+
+    return operator_at(form.width, form.o_dtype)

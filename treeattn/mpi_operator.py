@@ -1,0 +1,69 @@
+"""MPI's own reductions by an operator of compiled code, which MPI calls without Python in between."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from treeattn.errors import BackendError
+from treeattn.transport import Bytes
+
+__all__ = ["MpiRowReduction", "reasons"]
+
+
+@cache
+def _create() -> Any:
+    """Find the call that makes operators: mpi4py has one for functions of Python alone."""
+    from mpi4py import MPI
+
+    return ctypes.CDLL(MPI.__file__).MPI_Op_create  # of the MPI library that mpi4py has loaded
+
+
+def reasons() -> list[str]:
+    """Say why there can be no such operator here."""
+    try:
+        _create()
+    except (OSError, AttributeError) as error:
+        return [f"MPI_Op_create is out of reach ({error})"]
+    return []
+
+
+class MpiRowReduction:
+    """Rows that MPI merges in place; see `treeattn.transport.Transport.row_reduction`.
+
+    A row is one element of a derived datatype, so that no algorithm cuts it in two. The operator is said not to
+    commute. MPI then keeps the order of the ranks, and cuts no payload into parts that meet in different orders.
+    """
+
+    def __init__(self, comm: Any, rows: Bytes, row_bytes: int, address: int) -> None:
+        from mpi4py import MPI
+
+        self._comm, self._in_place = comm, MPI.IN_PLACE
+        self._operator = _operator(address)
+        self._row = MPI.FLOAT.Create_contiguous(row_bytes // 4).Commit()
+        self._rows = [rows, rows.nbytes // row_bytes, self._row]
+
+    def start(self, root: int | None) -> Any:
+        """Start to merge every rank's rows."""
+        if root is None:
+            return self._comm.Iallreduce(self._in_place, self._rows, self._operator)
+        if root == self._comm.Get_rank():
+            return self._comm.Ireduce(self._in_place, self._rows, self._operator, root)
+        return self._comm.Ireduce(self._rows, None, self._operator, root)
+
+    def free(self) -> None:
+        """Give the operator and the datatype back."""
+        self._operator.Free()
+        self._row.Free()
+
+
+def _operator(address: int) -> Any:
+    from mpi4py import MPI
+
+    is_number = MPI._sizeof(MPI.Op) == ctypes.sizeof(ctypes.c_uint)  # as MPICH's handles; Open MPI's are addresses
+    handle: Any = ctypes.c_uint() if is_number else ctypes.c_void_p()
+    failed = _create()(ctypes.c_void_p(address), ctypes.c_int(False), ctypes.byref(handle))
+    if failed:
+        raise BackendError(f"plan 'mpi' can't be used: MPI_Op_create failed with {failed}")
+    return MPI.Op.fromhandle(handle.value)
