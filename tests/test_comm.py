@@ -704,6 +704,15 @@ def test_a_rank_that_never_comes_is_noticed(each_mpi):
     assert any("not every rank came to make the communicator for 1 s" in each["error"] for each in job.reports), job
 
 
+def test_ranks_that_wait_for_each_other_in_different_calls_are_told_what_may_be_wrong(each_mpi):
+    job = each_mpi("comm_mpi", 2, "mixed", check=False)
+    assert job.rc != 0, job
+    assert [report["ranks"] for report in job.reports] == [[], []], job
+    for report in job.reports:
+        assert report["error"].startswith("no rank is silent, but others gave up after 1 s in step 3, round 0"), job
+        assert "do not begin and end their all-reduces in the same order" in report["error"], job
+
+
 def test_a_rank_that_raises_ends_the_job_with_its_traceback_and_needs_no_hook(mpirun):
     job = mpirun("comm_mpi", 3, "raises", check=False, timeout=30)
     assert job.rc == 1, job

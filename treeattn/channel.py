@@ -79,7 +79,8 @@ class Channel:
         where, last = f"in step {mark.step}, round {mark.round}", max(each.step for each in found.values()) - 1
         if not missing:
             return RankTimeout(
-                f"no rank is silent now, but one came too late: others gave up after {timeout:g} s {where}"
+                f"no rank is silent, but others gave up after {timeout:g} s {where}: one came too late, or ranks do "
+                "not begin and end their all-reduces in the same order, or in as many groups (pipeline=)"
             )
         late = ", ".join(f"rank {rank} on host {self.hosts[rank]}" for rank in missing)
         text = f"nothing came from {late} for {timeout:g} s {where}; last heard in step {last}"

@@ -161,6 +161,20 @@ def split():
     treeattn.TreeComm(timeout=1)
 
 
+def mixed():
+    """One rank begins an all-reduce where the other does it at once."""
+    with treeattn.TreeComm() as comm:
+        comm.allreduce(state(comm.rank))  # compiles, which must not count as silence
+    comm = treeattn.TreeComm(timeout=1)
+    comm.allreduce_begin(state(comm.rank)).end()
+    comm.allreduce(state(comm.rank))
+    try:
+        comm.allreduce_begin(state(comm.rank)).end() if comm.rank else comm.allreduce(state(comm.rank))
+    except RankTimeout as error:
+        say(error=str(error), ranks=error.ranks)
+    time.sleep(0.5)  # until all have spoken; whoever leaves then ends the job
+
+
 def raises():
     """The last rank fails outside of any call, and no hook is installed."""
     comm = treeattn.TreeComm()
@@ -178,5 +192,5 @@ def refused():
 
 
 if __name__ == "__main__":
-    programs = bare, hosts, silent, steps, flight, flight_silent, late, split, raises, refused
+    programs = bare, hosts, silent, steps, flight, flight_silent, late, split, mixed, raises, refused
     {each.__name__: each for each in programs}[sys.argv[1]](*sys.argv[2:])
