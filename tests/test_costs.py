@@ -1,10 +1,15 @@
 """The cost model: its terms against formulas, and what it reads and writes."""
 
+import copy
+import itertools
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeattn.catalog import LINKS, Link
+from treeattn.choosing import choose_radices
 from treeattn.costs import DEFAULT_MODEL, PRESETS, Cost, CostModel, cost, read_model
 from treeattn.errors import InputError
 from treeattn.plan import HEADER_BYTES, Radices
@@ -115,6 +120,39 @@ def test_presets_cap_what_would_be_incast_and_use_the_one_table_of_links():
 def test_what_is_no_model_is_refused_with_a_sentence(model, sentence):
     with pytest.raises(InputError, match=sentence):
         read_model(model)
+
+
+HOSTILE = [None, "x", -1, 0, 1, 1.5, 10**9, 10**400, float("inf"), float("nan"), True, [], {}, [[]], [[1]], [["x", 2]]]
+
+
+def test_whatever_stands_in_the_file_of_a_model_it_is_refused_or_chooses_a_plan():
+    good = json.loads(PRESETS["infinity-fabric-roce"].to_json())
+    good = {**good, "rack": good["between"], "window": good["inside"]}
+    ways = [(name,) for name in good]
+    ways += [(name, part) for name in ("inside", "rack", "between", "window") for part in good[name]]
+    hosts, refused = ["r/a", "r/a", "r/a", "r/b", "s/c", "s/d"], []
+    for way, value in itertools.product(ways, HOSTILE):
+        within = copy.deepcopy(good)
+        (within if len(way) == 1 else within[way[0]])[way[-1]] = value
+        try:
+            model = CostModel.from_json(json.dumps(within))
+        except InputError as error:
+            refused.append(str(error))
+            continue
+        assert CostModel.from_json(model.to_json()).digest == model.digest
+        radices = choose_radices(hosts, 1000, shared=True, model=model)
+        assert 0 <= cost(plan_allreduce(hosts, radices), 1000, model).total_us < float("inf")
+    assert len(refused) > 100
+    assert all(each.startswith("model: expected ") for each in refused)
+    with pytest.raises(InputError, match=r"^model: expected JSON"):
+        CostModel.from_json("[" * 100_000)
+
+
+def test_what_is_no_name_and_no_text_is_refused_with_a_sentence(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\0")
+    for model in (tmp_path / "binary", str(tmp_path), tmp_path, "x" * 5000, "a\0b"):
+        with pytest.raises(InputError, match=r"^model: expected "):
+            read_model(model)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"inside": 3, "between": 4}', '{"inside": null, "far": 1}'])

@@ -136,6 +136,22 @@ def test_what_can_not_be_in_flight_is_refused(pipeline, text):
         treeattn.decode(*arrays(0), comm=None, pipeline=pipeline)
 
 
+@pytest.mark.parametrize("pipeline", [0, 9, "2", None, 2.0, True])
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_wrong_number_of_groups_on_one_rank_is_raised_on_all(pipeline, others):
+    def body(transport):
+        with TreeComm(transport) as comm:
+            for _ in range(2 if others == 1 else 1):
+                if others == 1:
+                    treeattn.decode(*arrays(comm.rank), comm=comm)
+                with pytest.raises(InputError, match=r"^pipeline: expected a number of groups from 1 to 8, got "):
+                    treeattn.decode(*arrays(comm.rank), comm=comm, pipeline=pipeline if comm.rank == 1 else others)
+            return bits(treeattn.decode(*arrays(comm.rank), comm=comm, pipeline=np.int64(3)))
+
+    first, *rest = run_ranks(3, body)
+    assert all(each == first for each in rest)
+
+
 def test_more_groups_than_heads_are_refused():
     with pytest.raises(InputError, match="pipeline: expected at most 5 groups, the number of KV heads, got 6"):
         treeattn.decode(*arrays(0), comm=None, pipeline=6)

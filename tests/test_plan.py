@@ -1,6 +1,9 @@
 """Plans, with no MPI: thousands of host maps and radices, followed step by step in one thread."""
 
+import copy
+import functools
 import json
+import operator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treeattn.costs import cost
 from treeattn.errors import InputError
 from treeattn.plan import HEADER_BYTES, Merge, Message, Plan, Radices, Round, Stats
 from treeattn.planner import parse_radices, plan_allreduce, plan_bcast, plan_reduce
@@ -457,6 +461,47 @@ def test_a_plan_reads_back_what_it_writes(hosts, radices, deterministic):
 
 
 GOOD = json.loads(plan_allreduce(["a", "b"]).to_json())
+
+HOSTILE = [None, "x", -1, 0, 1, 1.5, 10**9, float("inf"), float("nan"), True, [], {}, [[]], ["x"], "9" * 5000]
+
+
+def places(found, way=()):
+    """Give the way to every value of a JSON text, the first of each list standing for all."""
+    yield way
+    if isinstance(found, dict):
+        for name, value in found.items():
+            yield from places(value, (*way, name))
+    elif isinstance(found, list) and found:
+        yield from places(found[0], (*way, 0))
+
+
+def spoilt(found, way, value):
+    if not way:
+        return value
+    within = copy.deepcopy(found)
+    functools.reduce(operator.getitem, way[:-1], within)[way[-1]] = value
+    return within
+
+
+def test_whatever_stands_in_the_file_of_a_plan_it_is_refused_or_can_be_drawn_and_priced():
+    good = json.loads(plan_allreduce(["r/a", "r/a", "r/b", "s/c"], Radices(2, 2, rack=2, leaders="all")).to_json())
+    refused = []
+    for way in places(good):
+        for value in HOSTILE:
+            try:
+                plan = Plan.from_json(json.dumps(spoilt(good, way, value)))
+            except InputError as error:
+                refused.append(str(error))
+                continue
+            assert plan.draw()
+            assert cost(plan, 1000).total_us >= 0
+            assert plan.predict(1000, rows=4).total.messages >= 0
+            assert all(plan.records(rank) >= 1 for rank in range(plan.size))
+            assert Plan.from_json(plan.to_json()) == plan
+    assert len(refused) > 100
+    assert all(each.startswith("plan: expected ") for each in refused)
+    with pytest.raises(InputError, match=r"^plan: expected JSON"):
+        Plan.from_json("[" * 100_000)
 
 
 @pytest.mark.parametrize(

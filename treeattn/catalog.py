@@ -10,13 +10,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 from treeattn.errors import InputError
 
-__all__ = ["DEVICES", "LINKS", "MODELS", "Device", "Link", "Model", "look_up"]
+__all__ = ["DEVICES", "LINKS", "MODELS", "Device", "Link", "Model", "check_amount", "look_up"]
 
 T = TypeVar("T")
+
+LARGEST = 1e18
+"""No time and no rate is as large, and sums of those that are smaller stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,14 @@ class Model:
     def kv_bytes(self, tokens: int, batch: int, itemsize: int) -> int:
         """Bytes of keys and values of all layers."""
         return 2 * batch * tokens * self.layers * self.kv_heads * self.head_dim * itemsize
+
+
+def check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
+    """Refuse what is no finite number of at least 0, or above it."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LARGEST
+    if not is_number or (above_zero and value == 0):
+        least = "above 0" if above_zero else "of at least 0"
+        raise InputError.of(name, expected=f"a finite number {least}", got=repr(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,19 @@ class Link:
     largest_radix: int | None = None
     lanes: int | None = None
     jitter_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_us", "gap_us", "jitter_us"):
+            check_amount(name, getattr(self, name))
+        check_amount("gb_per_s", self.gb_per_s, above_zero=True)
+        for name, least in (("largest_radix", 2), ("lanes", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or not least <= value < LARGEST):
+                raise InputError.of(name, expected=f"None or a whole number of at least {least}", got=repr(value))
+        if not isinstance(self.source, str):
+            raise InputError.of("source", expected="text", got=repr(self.source))
+        for amount in chain(*self.steps):
+            check_amount("steps", amount)
 
     def message_us(self, nbytes: float) -> float:
         """Microseconds until a lone message of ``nbytes`` is there."""

@@ -11,12 +11,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from treeattn.catalog import LINKS, Link, look_up
+from treeattn.catalog import LINKS, Link, check_amount, look_up
 from treeattn.errors import InputError
 from treeattn.plan import Message, Plan, Round
+from treeattn.saved import text_of
 from treeattn.topology import rack_of
 
 __all__ = ["DEFAULT_MODEL", "PRESETS", "Cost", "CostModel", "PlanCost", "cost", "read_model"]
@@ -56,6 +56,14 @@ class CostModel:
     merge_gb_per_s: float = 40.0
     round_us: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in _WAYS:
+            link, optional = getattr(self, name), name in ("rack", "window")
+            if not isinstance(link, Link) and not (optional and link is None):
+                raise InputError.of(name, expected="a Link", got=repr(link))
+        check_amount("merge_gb_per_s", self.merge_gb_per_s, above_zero=True)
+        check_amount("round_us", self.round_us)
+
     def link(self, way: str) -> Link:
         """Give the link of a way: "inside", "window", "rack" or "between"."""
         found: Link | None = getattr(self, way)
@@ -89,7 +97,7 @@ class CostModel:
                 name: _link(value) if name in _WAYS else float(value) for name, value in found.items()
             }
             return cls(**read)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InputError.of("model", expected="JSON as CostModel.to_json writes it", got=str(error)) from None
 
 
@@ -139,8 +147,9 @@ def read_model(model: Any) -> CostModel:
         return model
     if isinstance(model, str) and model in PRESETS:
         return PRESETS[model]
-    if isinstance(model, (str, Path)) and Path(model).is_file():
-        return CostModel.from_json(Path(model).read_text(encoding="utf-8"))
+    text = text_of("model", model)
+    if text is not None:
+        return CostModel.from_json(text)
     if isinstance(model, str):
         return look_up("model", model, PRESETS)  # which knows the nearest names
     raise InputError.of("model", expected="a preset's name, a CostModel or a file", got=repr(model))

@@ -147,8 +147,13 @@ class Decoding:
 
     def __call__(self, arguments: Callable[[], Arguments]) -> Any:
         """Run it; what ``arguments`` raises, like any other local failure, is raised on every rank."""
-        if check_pipeline(self.pipeline) > 1:
-            return self._in_groups(arguments)
+        try:
+            groups = check_pipeline(self.pipeline)
+        except InputError as error:  # where the others decode in one piece, they hear of it
+            self.comm.exchange(Attempt(None, None, error))
+            raise
+        if groups > 1:
+            return self._in_groups(arguments, groups)
         attempt, finish = self._attempt(arguments)
         state = self.comm.exchange(attempt, out=attempt.state)  # which is ours
         if state is None or finish is None:
@@ -183,24 +188,24 @@ class Decoding:
         check, details = (_digest(repr(shared).encode()), lambda: dict(shared)) if shared else (0, None)
         return Attempt(_signature(spec, self.root), state, None, check, details)
 
-    def _in_groups(self, arguments: Callable[[], Arguments]) -> Any:
+    def _in_groups(self, arguments: Callable[[], Arguments], groups: int) -> Any:
         """Run it in groups of KV heads, whose merged states are put together before they are finished."""
         whole: _Whole | Exception
         try:
-            whole = self._whole(*arguments())
+            whole = self._whole(*arguments(), groups)
         except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised here
             whole = error
-        merged = exchange_in_groups(self.comm, self.pipeline, partial(self._group, whole))
+        merged = exchange_in_groups(self.comm, groups, partial(self._group, whole))
         assert not isinstance(whole, Exception), "the first exchange has raised it"
         if None in merged:
             return (None, None) if self.return_lse else None
         return deliver(together(whole.spec, whole.parts, merged), whole.spec, whole.sink, self.return_lse)
 
-    def _whole(self, q: Any, k: Any, v: Any, options: Options) -> _Whole:
+    def _whole(self, q: Any, k: Any, v: Any, options: Options, groups: int) -> _Whole:
         check_root(self.root, self.comm.size)
         spec, args = resolve(q, k, v, options)
         sink = self._checked(spec, options)
-        return _Whole(spec, parts_of(spec, args, self.pipeline), sink, self._shared(q, sink))
+        return _Whole(spec, parts_of(spec, args, groups), sink, self._shared(q, sink))
 
     def _group(self, whole: _Whole | Exception, index: int) -> Attempt:
         if isinstance(whole, Exception):

@@ -124,7 +124,7 @@ class Settings:
         if measures and model is not None:
             raise InputError.of("model", expected='None with plan="auto", which measures one', got=repr(model))
         found = DEFAULT_MODEL if model is None else read_model(model)
-        if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
+        if wire_dtype is not None and not (isinstance(wire_dtype, str) and wire_dtype in WIRE_DTYPES):
             names = " or ".join(map(repr, (None, *WIRE_DTYPES)))
             raise InputError.of("wire_dtype", expected=names, got=repr(wire_dtype))
         collective = plan if isinstance(plan, str) and plan in COLLECTIVES else ""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from treeattn.agreement import Attempt
 from treeattn.comm import TreeComm
 from treeattn.errors import InputError
@@ -33,8 +35,8 @@ class Part:
 
 def check_pipeline(pipeline: Any) -> int:
     """Refuse a number of groups that can't be in flight."""
-    if isinstance(pipeline, int) and not isinstance(pipeline, bool) and 1 <= pipeline <= IN_FLIGHT:
-        return pipeline
+    if isinstance(pipeline, (int, np.integer)) and not isinstance(pipeline, bool) and 1 <= pipeline <= IN_FLIGHT:
+        return int(pipeline)
     raise InputError.of("pipeline", expected=f"a number of groups from 1 to {IN_FLIGHT}", got=repr(pipeline))
 
 

@@ -301,13 +301,16 @@ class Plan:
         >>> Plan.from_json(plan.to_json()) == plan
         True
         """
+        from treeattn.saved import check_plan  # only what was written elsewhere needs it
+
         try:
             found = json.loads(text)
             rounds = tuple(map(_round, found.pop("rounds")))
-            hosts, radices = tuple(map(str, found.pop("hosts"))), read_radices(found.pop("radices"))
-            assert radices is not None
-            return cls(hosts=hosts, radices=radices, rounds=rounds, **found)
-        except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+            hosts, radices = found.pop("hosts"), read_radices(found.pop("radices"))
+            if radices is None or not isinstance(hosts, list) or not hosts:
+                raise ValueError("no radices, or no list of hosts")
+            return check_plan(cls(hosts=tuple(map(str, hosts)), radices=radices, rounds=rounds, **found))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError.of("plan", expected="JSON as Plan.to_json writes it", got=repr(error)) from None
 
     def draw(self) -> str:

@@ -100,9 +100,11 @@ def _draw_from(
 ) -> tuple[int, Plan]:
     """Give this rank, and the plan of a file, or that of a layout."""
     from treeattn.plan import Plan
+    from treeattn.saved import text_of
 
-    if Path(plan).is_file():
-        return 0, Plan.from_json(Path(plan).read_text(encoding="utf-8"))
+    text = text_of("plan", plan)
+    if text is not None:
+        return 0, Plan.from_json(text)
     rank, labels = _layout(hosts)
     return rank, _tree(labels, plan, deterministic, root, payload, model)
 
