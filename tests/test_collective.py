@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import TreeComm, mpi_operator
+from treeattn.collective import CollectiveExchange
 from treeattn.errors import BackendError, InputError
 from treeattn.plan import HEADER_BYTES
 from treeattn.testing import run_ranks
@@ -94,6 +96,12 @@ def test_ranks_that_are_not_mpis_are_refused():
 def test_what_it_can_not_keep_is_refused():
     assert refused(InputError, wire_dtype="float16").startswith("wire_dtype: expected None with plan='mpi', got ")
     assert refused(InputError, deterministic=True).startswith("deterministic: expected False with plan='mpi', where ")
+
+
+def test_a_state_on_a_card_is_refused():
+    exchange = object.__new__(CollectiveExchange)  # an exchange of several MPI ranks, of which only `load` matters
+    with pytest.raises(BackendError, match=r"^plan 'mpi' merges states on the host, and this one of 'amd' is on a "):
+        exchange.load(SimpleNamespace(_packed=object(), ops=SimpleNamespace(name="amd")))
 
 
 def test_an_mpi_out_of_reach_is_a_reason(monkeypatch):

@@ -14,8 +14,7 @@ import numpy as np
 from treeattn.agreement import Header
 from treeattn.errors import BackendError
 from treeattn.executor import Exchange
-from treeattn.rounds import Records
-from treeattn.state import PartialState
+from treeattn.state import PartialState, StateOps
 from treeattn.transport import Meanwhile, Transport, nothing
 from treeattn.wire_form import operator
 
@@ -41,15 +40,20 @@ class CollectiveExchange(Exchange):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._rows, self._loaded = Records(1, self.form), False
-        (data,) = self._rows.payloads
-        self._reduction = self.transport.row_reduction(data, self.form.row_bytes, operator(self.form))
+        self._ops: StateOps | None = None
+        self._sent, self._merged = (np.zeros(self.form.nbytes, np.uint8) for _ in range(2))
+        rows = self._sent, self._merged, self.form.row_bytes
+        self._reduction, self._loaded = self.transport.row_reduction(*rows, operator(self.form)), False
 
     def load(self, state: PartialState) -> None:
         """Take this rank's state, which has to be on the host."""
         if not isinstance(state._packed, np.ndarray):
             raise BackendError(f"plan 'mpi' merges states on the host, and this one of {state.ops.name!r} is on a card")
-        self._rows.load(state)
+        if state.ops is not self._ops:
+            self._pack = state.ops.prepare_pack(self._sent, self.form)
+            self._unpack = state.ops.prepare_unpack(self._merged, self.form)
+            self._ops = state.ops
+        self._pack(state._packed)
         self._loaded = True
 
     def complete(self, meanwhile: Meanwhile = nothing) -> Header:
@@ -63,4 +67,9 @@ class CollectiveExchange(Exchange):
 
     def result(self, state: PartialState, out: PartialState | None) -> PartialState | None:
         """Unpack what was merged, on the ranks that are to have it."""
-        return self._rows.store(state, out) if self.plan.root in (None, self.transport.rank) else None
+        if self.plan.root not in (None, self.transport.rank):
+            return None
+        if out is None:
+            out = PartialState(state.ops.empty(self.form.shape, self.form.dtype), state.ops)
+        self._unpack(out._packed)
+        return out

@@ -30,27 +30,25 @@ def reasons() -> list[str]:
 
 
 class MpiRowReduction:
-    """Rows that MPI merges in place; see `treeattn.transport.Transport.row_reduction`.
+    """Rows that MPI merges; see `treeattn.transport.Transport.row_reduction`.
 
     A row is one element of a derived datatype, so that no algorithm cuts it in two. The operator is said not to
     commute. MPI then keeps the order of the ranks, and cuts no payload into parts that meet in different orders.
     """
 
-    def __init__(self, comm: Any, rows: Bytes, row_bytes: int, address: int) -> None:
+    def __init__(self, comm: Any, sent: Bytes, merged: Bytes, row_bytes: int, address: int) -> None:
         from mpi4py import MPI
 
-        self._comm, self._in_place = comm, MPI.IN_PLACE
-        self._operator = _operator(address)
+        self._comm, self._operator = comm, _operator(address)
         self._row = MPI.FLOAT.Create_contiguous(row_bytes // 4).Commit()
-        self._rows = [rows, rows.nbytes // row_bytes, self._row]
+        self._sent, self._merged = ([rows, rows.nbytes // row_bytes, self._row] for rows in (sent, merged))
 
     def start(self, root: int | None) -> Any:
         """Start to merge every rank's rows."""
         if root is None:
-            return self._comm.Iallreduce(self._in_place, self._rows, self._operator)
-        if root == self._comm.Get_rank():
-            return self._comm.Ireduce(self._in_place, self._rows, self._operator, root)
-        return self._comm.Ireduce(self._rows, None, self._operator, root)
+            return self._comm.Iallreduce(self._sent, self._merged, self._operator)
+        merged = self._merged if root == self._comm.Get_rank() else None
+        return self._comm.Ireduce(self._sent, merged, self._operator, root)
 
     def free(self) -> None:
         """Give the operator and the datatype back."""

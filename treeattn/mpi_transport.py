@@ -203,9 +203,9 @@ class MpiTransport(Transport):
         """Ask whether mpi4py's MPI lets us make an operator."""
         return reasons()
 
-    def row_reduction(self, rows: Bytes, row_bytes: int, operator: int) -> MpiRowReduction:
+    def row_reduction(self, sent: Bytes, merged: Bytes, row_bytes: int, operator: int) -> MpiRowReduction:
         """Prepare MPI's own reduction."""
-        self._reductions.append(MpiRowReduction(self._comm, rows, row_bytes, operator))
+        self._reductions.append(MpiRowReduction(self._comm, sent, merged, row_bytes, operator))
         return self._reductions[-1]
 
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:

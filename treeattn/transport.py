@@ -163,12 +163,13 @@ class Transport(ABC):
         """Say why the runtime can't reduce by an operator of ours; `row_reduction` is for where there is no reason."""
         return ["these ranks are not MPI's"]
 
-    def row_reduction(self, rows: Bytes, row_bytes: int, operator: int) -> RowReduction:
-        """Prepare to reduce ``rows`` in place, any number of times, by compiled code that merges two rows.
+    def row_reduction(self, sent: Bytes, merged: Bytes, row_bytes: int, operator: int) -> RowReduction:
+        """Prepare to reduce the rows at ``sent`` to ``merged``, any number of times, by compiled code for two rows.
 
         Parameters
         ----------
-        rows : uint8 array
+        sent, merged : uint8 array
+            Both of the same length.
         row_bytes : int
             Bytes of a row, which is never cut; a multiple of 4.
         operator : int
