@@ -152,6 +152,18 @@ def test_a_wrong_number_of_groups_on_one_rank_is_raised_on_all(pipeline, others)
     assert all(each == first for each in rest)
 
 
+def test_a_wrong_number_of_groups_is_raised_at_once_where_the_others_may_be_in_lanes():
+    def body(transport):
+        comm = TreeComm(transport)
+        treeattn.decode(*arrays(comm.rank), comm=comm, pipeline=2)
+        if comm.rank == 1:
+            with pytest.raises(InputError, match=r"^pipeline: expected a number of groups from 1 to 8, got 0"):
+                treeattn.decode(*arrays(comm.rank), comm=comm, pipeline=0)
+        comm.free()
+
+    run_ranks(3, body)
+
+
 def test_more_groups_than_heads_are_refused():
     with pytest.raises(InputError, match="pipeline: expected at most 5 groups, the number of KV heads, got 6"):
         treeattn.decode(*arrays(0), comm=None, pipeline=6)

@@ -470,6 +470,11 @@ class TreeComm:
         merged = self.exchange(attempt, out=_copied(attempt) if out is None else out)
         return Reduction(lambda: merged)
 
+    @property
+    def has_lanes(self) -> bool:
+        """Whether anything was begun here that ends later, as by a pipelined `decode`."""
+        return self._lanes.opened
+
     def beside(self, work: Callable[[], T]) -> T:
         """Do ``work`` while what was begun moves on, as messages of MPI only do inside of calls.
 

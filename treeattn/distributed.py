@@ -149,8 +149,9 @@ class Decoding:
         """Run it; what ``arguments`` raises, like any other local failure, is raised on every rank."""
         try:
             groups = check_pipeline(self.pipeline)
-        except InputError as error:  # where the others decode in one piece, they hear of it
-            self.comm.exchange(Attempt(None, None, error))
+        except InputError as error:
+            if not self.comm.has_lanes:  # else the others may be in lanes, where they would not hear of it
+                self.comm.exchange(Attempt(None, None, error))
             raise
         if groups > 1:
             return self._in_groups(arguments, groups)

@@ -73,6 +73,11 @@ class Lanes:
         self._free: list[Session] = []
         self._flying: list[Session] = []
 
+    @property
+    def opened(self) -> bool:
+        """Whether there is any lane."""
+        return bool(self._free or self._flying)
+
     def begin(self, attempt: Attempt, out: PartialState | None) -> Reduction:
         """Start an attempt, and move on what is in flight."""
         with self._channel.guard:
