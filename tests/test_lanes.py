@@ -149,6 +149,18 @@ def test_more_than_stated_are_refused_and_an_end_is_one():
     run_ranks(2, body)
 
 
+def test_ranks_that_ended_in_different_orders_begin_alike_again():
+    def body(transport):
+        with TreeComm(transport) as comm:
+            begun = [(number, comm.allreduce_begin(state_of(comm.rank, number))) for number in range(3)]
+            ended = {number: bits(handle.end()) for number, handle in (begun if comm.rank else reversed(begun))}
+            again = [bits(comm.allreduce_begin(state_of(comm.rank, number)).end()) for number in range(3)]
+            both = [comm.allreduce_begin(state_of(comm.rank, number)) for number in range(3)]
+            assert [ended[number] for number in range(3)] == again == [bits(handle.end()) for handle in both]
+
+    run_ranks(2, body)
+
+
 def test_a_communicator_freed_with_all_reduces_in_flight_leaves_nothing():
     def body(transport):
         for _ in range(5):

@@ -70,39 +70,43 @@ class Lanes:
 
     def __init__(self, channel: Channel, open_lane: Callable[[], Session]) -> None:
         self._channel, self._open = channel, open_lane
-        self._free: list[Session] = []
+        self._lanes: list[Session] = []
         self._flying: list[Session] = []
 
     @property
     def opened(self) -> bool:
         """Whether there is any lane."""
-        return bool(self._free or self._flying)
+        return bool(self._lanes)
 
     def begin(self, attempt: Attempt, out: PartialState | None) -> Reduction:
         """Start an attempt, and move on what is in flight."""
         with self._channel.guard:
             if len(self._flying) == IN_FLIGHT:
                 raise CommError(f"{IN_FLIGHT} all-reduces of this communicator are in flight: end one before the next")
-            lane = self._free.pop(0) if self._free else self._open()
+            lane = self._free_lane()
             self._flying.append(lane)
             try:
                 lane.begin(attempt)
                 self._channel.call(self._advance)
             except BaseException:
-                self._land(lane)
+                self._flying.remove(lane)
                 raise
         return Reduction(partial(self._end, lane, out))
+
+    def _free_lane(self) -> Session:
+        """Take the free lane that was opened first, in whatever order this rank has ended what it began."""
+        free = [lane for lane in self._lanes if lane not in self._flying]
+        if not free:
+            free = [self._open()]
+            self._lanes += free
+        return free[0]
 
     def _end(self, lane: Session, out: PartialState | None) -> PartialState | None:
         with self._channel.guard:
             try:
                 return lane.end(out, partial(self._advance, lane))
             finally:
-                self._land(lane)
-
-    def _land(self, lane: Session) -> None:
-        self._flying.remove(lane)
-        self._free.append(lane)
+                self._flying.remove(lane)
 
     def _advance(self, ending: Session | None = None) -> None:
         """Move on what is in flight, except for the lane that does so itself."""
@@ -129,5 +133,5 @@ class Lanes:
 
     def forget(self) -> None:
         """Let go of buffers and shared memory."""
-        for lane in (*self._free, *self._flying):
+        for lane in self._lanes:
             lane.forget()
