@@ -67,7 +67,7 @@ def test_every_algorithm_on_every_workload_is_a_checked_row(bench, tmp_path):
 def test_tables_have_the_papers_bytes_beside_the_counted_ones(bench):
     status, out, _ = bench(*SMALL, "--threads", "--ranks", "2", "--algorithms", "tree,ring", "--tokens", "100")
     assert status == 0
-    assert "2 ranks on 1 hosts, 100 tokens, batch 1" in out
+    assert "2 ranks on 1 host, 100 tokens, batch 1" in out
     ring = next(line for line in out.splitlines() if line.strip().startswith("ring")).split()
     shard = 2 * 4 * 50 * 8 * 4  # K and V of 50 tokens, bytes
     assert "".join(ring[6:8]) == f"{shard / 1000:.3g}kB"

@@ -103,7 +103,7 @@ def _print_table(to: Console, rows: Sequence[Row]) -> None:
     for (ranks, hosts, tokens, batch), group in groupby(
         rows, lambda row: (row.ranks, row.hosts, row.tokens, row.batch)
     ):
-        title = f"{ranks} ranks on {hosts} hosts, {counts(tokens)} tokens, batch {batch}"
+        title = f"{ranks} ranks on {hosts} host{'s'[: hosts != 1]}, {counts(tokens)} tokens, batch {batch}"
         table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
         table.add_column("algorithm", no_wrap=True)
         for column in ("ms", "spread", "to tree", "rounds", "sent", "paper's", "buffers", "error"):

@@ -50,10 +50,10 @@ def _check(**options: Any) -> None:
 def warmup(
     *, kv_dtype: str | None, everything: bool, listed: bool, clear: bool, json_file: str | None, **options: Any
 ) -> int:
-    """Compile ahead what decode steps of a model's shape need, and keep it on disk.
+    """Compile ahead, and keep on disk, what decode steps need.
 
-    It runs a step over a few made-up keys. Ranks that share a host need a little more than a process alone: give
-    --ranks 2 for those. Where each host has a disk of its own, run it on every host.
+    It runs a step of the shape over a few made-up keys. Ranks that share a host need a little more than a process
+    alone: give --ranks 2 for those. Where each host has a disk of its own, run it on every host.
     """
     from treeattn.comm import TreeComm
     from treeattn.kernels.code_folder import cache_folder, clear_cache
