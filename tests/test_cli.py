@@ -337,6 +337,12 @@ def test_other_ranks_than_asked_for_are_refused(treeattn, monkeypatch):
     assert "treeattn: --ranks: expected 3, the number that a launcher has started, got 2" in ended.err
 
 
+def test_topology_shows_the_plan_that_these_ranks_follow(mpirun):
+    shown = json.loads(mpirun(("-m", "treeattn", "topology"), 2, "--json", "-").stdout)
+    job = mpirun(("-m", "treeattn", "decode", *SMALL), 2, "--json", "-")
+    assert shown["plan"] == json.loads(job.stdout)["plan"]
+
+
 def test_decode_under_mpirun(mpirun):
     narrow = "--wire-dtype", "float16"
     job = mpirun(("-m", "treeattn", "decode", *SMALL), 3, "--hosts", "a,b,a", *narrow, "--verify", "--json", "-")

@@ -96,6 +96,11 @@ def test_a_shape_that_makes_no_sense_is_refused(warmup, capfd):
     assert status == 1
 
 
+def test_the_list_can_not_be_had_while_clearing(warmup, monkeypatch, capfd):
+    monkeypatch.setattr("treeattn.kernels.code_folder.clear_cache", lambda: pytest.fail("it was cleared"))
+    assert warmup("--clear", "--list")[0] == 1
+
+
 def test_watchers_hear_of_each_function_before_and_after(tmp_path):
     from treeattn.kernels.compilation import entry
 

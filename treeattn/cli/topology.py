@@ -105,33 +105,41 @@ def _draw_from(
     text = text_of("plan", plan)
     if text is not None:
         return 0, Plan.from_json(text)
-    rank, labels = _layout(hosts)
-    return rank, _tree(labels, plan, deterministic, root, payload, model)
-
-
-def _layout(hosts: tuple[str, ...] | None) -> tuple[int, tuple[str, ...]]:
-    """Give this rank and every rank's host; without other ranks, any layout may be imagined."""
-    from treeattn.comm import TreeComm
-
     here = launched()
     if hosts is not None and (here is None or here.size == 1):
-        return 0, hosts
-    with TreeComm(hosts=hosts) as comm:
-        return comm.rank, comm.hosts
+        return 0, _imagined(hosts, plan, deterministic, root, payload, model)
+    return _followed(hosts, plan, deterministic, root, payload, model)
 
 
-def _tree(
+def _followed(
+    hosts: tuple[str, ...] | None, plan: str, deterministic: bool, root: int | None, payload: int, model: CostModel
+) -> tuple[int, Plan]:
+    """Give this rank, and the plan that a merge of these ranks follows: through shared memory where they have it."""
+    from treeattn.comm import TreeComm
+
+    wanted = None if plan in ("default", "auto") else plan
+    with TreeComm(hosts=hosts, plan=wanted, deterministic=deterministic, model=model) as comm:
+        _check_root(root, comm.size)
+        return comm.rank, comm.plan_for(payload, root)
+
+
+def _imagined(
     hosts: tuple[str, ...], plan: str, deterministic: bool, root: int | None, payload: int, model: CostModel
 ) -> Plan:
+    """Give the plan of ranks that are not there, which send messages."""
     from treeattn.choosing import choose_radices
     from treeattn.planner import parse_radices, plan_allreduce, plan_reduce
 
     radices = parse_radices(plan) or choose_radices(hosts, payload, model=model)
     if root is None:
         return plan_allreduce(hosts, radices, deterministic=deterministic)
-    if root >= len(hosts):
-        raise InputError.of("--root", expected=f"a rank from 0 to {len(hosts) - 1}", got=root)
+    _check_root(root, len(hosts))
     return plan_reduce(hosts, root, radices, deterministic=deterministic)
+
+
+def _check_root(root: int | None, ranks: int) -> None:
+    if root is not None and root >= ranks:
+        raise InputError.of("--root", expected=f"a rank from 0 to {ranks - 1}", got=root)
 
 
 def _results(tree: Plan, payload: int, model: CostModel) -> dict[str, Any]:

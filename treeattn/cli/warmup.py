@@ -13,6 +13,7 @@ from treeattn.arrays import KV_DTYPES, narrow_dtype
 from treeattn.cli.options import json_option, on_ranks, shape_options
 from treeattn.cli.output import console, write_json
 from treeattn.cli.workload import Workload
+from treeattn.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +60,8 @@ def warmup(
     from treeattn.kernels.code_folder import cache_folder, clear_cache
     from treeattn.kernels.specialisations import specialisations
 
+    if clear + listed + everything > 1:
+        raise InputError.of("--clear", expected="one of --all, --list and --clear", got="several")
     results: dict[str, Any] = {}
     with TreeComm() as comm:
         to = console("-" if comm.rank else json_file)
