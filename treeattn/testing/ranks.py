@@ -76,7 +76,7 @@ class _World:
 
     def __init__(self, size: int, hosts: Sequence[str], rendezvous: bool, seed: int | None) -> None:
         self.size, self.hosts, self.rendezvous = size, hosts, rendezvous
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # what a rank looks at while it waits may send and receive itself
         self._changed = [threading.Condition(self.lock) for _ in range(size)]
         self._channels: dict[tuple[Any, ...], _Channel] = {}
         self._ready: list[_Channel] = []  # once for every pair of a send and a receive
