@@ -156,7 +156,10 @@ def test_a_rank_of_threads_may_look_after_messages_while_it_waits_for_something_
         def ready():
             if next(looks) == 2:
                 transport.isend(np.array([transport.rank + 5], np.uint8), other, 0)
-            return transport.progress([request])
+            if not transport.progress([request]):
+                return False
+            transport.wait([request])
+            return True
 
         request = transport.irecv(came, other, 0)
         transport.wait_for(ready, lambda: None)

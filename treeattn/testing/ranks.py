@@ -186,12 +186,16 @@ class ThreadTransport(Transport):
         world, deadline = self._world, time.monotonic() + self.timeout if self.timeout else None
         with world.lock:
             world.progress()
+            outer = world.waiting.get(self.rank)  # where this is part of a look at something else
             world.waiting[self.rank] = requests
             try:
                 while not all(request.done for request in requests):
                     self._wait_once(deadline)
             finally:
-                del world.waiting[self.rank]
+                if outer is None:
+                    del world.waiting[self.rank]
+                else:
+                    world.waiting[self.rank] = outer
 
     def _wait_once(self, deadline: float | None) -> None:
         world = self._world
