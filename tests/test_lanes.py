@@ -149,25 +149,6 @@ def test_more_than_stated_are_refused_and_an_end_is_one():
     run_ranks(2, body)
 
 
-def test_a_rank_of_threads_may_look_after_messages_while_it_waits_for_something_else():
-    def body(transport):
-        other, came, looks = 1 - transport.rank, np.zeros(1, np.uint8), iter(range(100))
-
-        def ready():
-            if next(looks) == 2:
-                transport.isend(np.array([transport.rank + 5], np.uint8), other, 0)
-            if not transport.progress([request]):
-                return False
-            transport.wait([request])
-            return True
-
-        request = transport.irecv(came, other, 0)
-        transport.wait_for(ready, lambda: None)
-        return int(came[0])
-
-    assert run_ranks(2, body) == [6, 5]
-
-
 def test_ranks_that_ended_in_different_orders_begin_alike_again():
     def body(transport):
         with TreeComm(transport) as comm:
