@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,52 @@ def test_more_than_stated_are_refused_and_an_end_is_one():
             comm.allreduce_begin(state_of(comm.rank, 0)).end()
 
     run_ranks(2, body)
+
+
+def test_a_rank_of_threads_may_send_and_receive_while_it_waits_for_something_else():
+    def body(transport):
+        other, came = 1 - transport.rank, np.zeros(1, np.uint8)
+        request = transport.irecv(came, other, 0)
+        if transport.rank:
+            time.sleep(0.02)  # until the other has looked in vain
+            transport.isend(np.array([5], np.uint8), other, 0)
+            transport.wait([request])
+            return int(came[0])
+
+        def ready():
+            if not transport.progress([request]):
+                return False
+            transport.wait([transport.isend(came + np.uint8(1), other, 0)])
+            return True
+
+        transport.wait_for(ready, lambda: None)
+        return int(came[0])
+
+    assert run_ranks(2, body) == [5, 6]
+
+
+def test_what_one_rank_of_threads_does_as_it_looks_is_seen_by_others():
+    done = [0]
+
+    def body(transport):
+        def ready():  # ranks take turns, which nothing tells the transport of
+            if done[0] % 3 == transport.rank and done[0] < 12:
+                done[0] += 1
+            return done[0] == 12
+
+        transport.wait_for(ready, lambda: None)
+
+    run_ranks(3, body)
+    assert done == [12]
+
+
+def test_ranks_of_threads_that_wait_in_vain_for_something_else_are_told():
+    def body(transport):
+        if transport.rank:
+            transport.wait_for(lambda: False, lambda: None)
+
+    with pytest.raises(CommError, match="no rank can go on"):
+        run_ranks(3, body)
 
 
 def test_ranks_that_ended_in_different_orders_begin_alike_again():

@@ -29,6 +29,9 @@ GATHER_TAG = -1
 LOOK = 1e-3
 """Seconds between looks at what nobody tells of."""
 
+LOOKS_IN_VAIN = 50
+"""Looks of every rank without any event after which no rank can go on."""
+
 
 @dataclass(eq=False, slots=True)
 class _Request:
@@ -36,17 +39,6 @@ class _Request:
 
     data: Bytes
     done: bool = False
-
-
-@dataclass(eq=False)
-class _Condition:
-    """Something to wait for that is no message."""
-
-    ready: Callable[[], bool]
-
-    @property
-    def done(self) -> bool:
-        return self.ready()
 
 
 @dataclass(eq=False)
@@ -72,15 +64,21 @@ class _World:
 
     Each rank waits on a condition of its own, and only messages that can arrive are looked at: with 64 ranks,
     waking all of them for every message, or looking through all channels, would take longer than the work itself.
+
+    A rank that waits for what is no message looks by itself, without the lock, since it may send and receive as it
+    looks. Instead of requests it leaves the number of events that there were when it last looked in vain. What a rank
+    does for others outside the messages is done when it begins to wait, which is an event, as an arrival and a leaving
+    are; or as it looks, so that all look again a number of times before they are told that nobody can go on.
     """
 
     def __init__(self, size: int, hosts: Sequence[str], rendezvous: bool, seed: int | None) -> None:
         self.size, self.hosts, self.rendezvous = size, hosts, rendezvous
-        self.lock = threading.RLock()  # what a rank looks at while it waits may send and receive itself
+        self.lock = threading.Lock()
         self._changed = [threading.Condition(self.lock) for _ in range(size)]
         self._channels: dict[tuple[Any, ...], _Channel] = {}
         self._ready: list[_Channel] = []  # once for every pair of a send and a receive
-        self.waiting: dict[int, list[_Request] | list[_Condition]] = {}
+        self.waiting: dict[int, list[_Request] | int] = {}
+        self._events = self._in_vain = 0
         self.rolls: defaultdict[tuple[int, ...], dict[int, Mark]] = defaultdict(dict)
         self.left: set[int] = set()
         self.stopped: str | None = None
@@ -111,6 +109,7 @@ class _World:
             at = self._random.randrange(len(self._ready)) if self._random else 0
             channel = self._ready.pop(at)
             channel.transfer()
+            self.happened()
             for rank in (channel.source, channel.dest):
                 self._changed[rank].notify()
 
@@ -118,10 +117,33 @@ class _World:
         """Wait until something may have changed for a rank."""
         self._changed[rank].wait(seconds)
 
+    @property
+    def events(self) -> int:
+        """Number of events, and of times that all are to look again."""
+        return self._events
+
+    def happened(self) -> None:
+        """Take note of an event."""
+        self._events, self._in_vain = self._events + 1, 0
+
     def stuck(self) -> bool:
-        """Whether every rank that is still there waits, and for something that can't come."""
+        """Whether every rank that is still there waits, and for something that can't come.
+
+        Before that is said of ranks that look by themselves, they are made to look again.
+        """
         waits = all(rank in self.waiting or rank in self.left for rank in range(self.size))
-        return waits and not any(all(r.done for r in requests) for requests in self.waiting.values())
+        if not waits or any(map(self._may_go_on, self.waiting.values())):
+            return False
+        looking = any(isinstance(awaited, int) for awaited in self.waiting.values())
+        if not looking or self._in_vain == LOOKS_IN_VAIN:
+            return True
+        self._events, self._in_vain = self._events + 1, self._in_vain + 1
+        return False
+
+    def _may_go_on(self, awaited: list[_Request] | int) -> bool:
+        if isinstance(awaited, int):
+            return awaited != self._events
+        return all(request.done for request in awaited)
 
     def stop(self, reason: str) -> None:
         """End all waiting, now and later."""
@@ -137,6 +159,7 @@ class _World:
         """Take note that a rank's function has ended."""
         with self.lock:
             self.left.add(rank)
+            self.happened()
             self.progress()
             if self.waiting and self.stuck():
                 self.stop(f"rank {rank} has ended while others still waited for it")
@@ -179,35 +202,44 @@ class ThreadTransport(Transport):
 
     def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
         """Wait for what is no message."""
-        if not ready():
-            self._wait_for([_Condition(ready)])
+        world, deadline = self._world, self._deadline()
+        with world.lock:
+            world.happened()
+        while True:
+            seen = world.events
+            if ready():
+                return
+            with world.lock:
+                self._wait_once(seen, deadline)
 
-    def _wait_for(self, requests: list[_Request] | list[_Condition]) -> None:
-        world, deadline = self._world, time.monotonic() + self.timeout if self.timeout else None
+    def _wait_for(self, requests: list[_Request]) -> None:
+        world, deadline = self._world, self._deadline()
         with world.lock:
             world.progress()
-            outer = world.waiting.get(self.rank)  # where this is part of a look at something else
-            world.waiting[self.rank] = requests
-            try:
-                while not all(request.done for request in requests):
-                    self._wait_once(deadline)
-            finally:
-                if outer is None:
-                    del world.waiting[self.rank]
-                else:
-                    world.waiting[self.rank] = outer
+            if all(request.done for request in requests):
+                return
+            world.happened()
+            while not all(request.done for request in requests):
+                self._wait_once(requests, deadline)
 
-    def _wait_once(self, deadline: float | None) -> None:
+    def _deadline(self) -> float | None:
+        return time.monotonic() + self.timeout if self.timeout else None
+
+    def _wait_once(self, awaited: list[_Request] | int, deadline: float | None) -> None:
         world = self._world
-        if world.stuck():
-            world.stop("no rank can go on: each waits for another")
-        if world.stopped:
-            raise CommError(world.stopped)
-        left = None if deadline is None else deadline - time.monotonic()
-        if world.rolls[self._roll] or (left is not None and left <= 0):
-            raise Silence
-        world.wait(self.rank, LOOK if left is None else min(left, LOOK))
-        world.progress()
+        world.waiting[self.rank] = awaited
+        try:
+            if world.stuck():
+                world.stop("no rank can go on: each waits for another")
+            if world.stopped:
+                raise CommError(world.stopped)
+            left = None if deadline is None else deadline - time.monotonic()
+            if world.rolls[self._roll] or (left is not None and left <= 0):
+                raise Silence
+            world.wait(self.rank, LOOK if left is None else min(left, LOOK))
+            world.progress()
+        finally:
+            del world.waiting[self.rank]
 
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
         """Ask who is there."""
