@@ -308,6 +308,7 @@ def test_doctor_tells_of_a_launcher_that_does_not_belong_to_the_library(mpirun):
         (["decode", "--json", ""], 2, "Invalid value for '--json': expected a file, or - for standard output"),
         (["decode", "--json", "/nowhere/results.json"], 1, "/nowhere/results.json: No such file or directory"),
         (["topology", "--hosts", "a,b", "--root", "2"], 1, "--root: expected a rank from 0 to 1, got 2"),
+        (["topology", "--save", "/nowhere/plan.json"], 1, "/nowhere/plan.json: No such file or directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

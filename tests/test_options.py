@@ -51,7 +51,7 @@ def softmax_over(given, seen=True, logit=lambda s: s, sink=None):
         return np.nan_to_num(weights @ v / total[..., None]), np.log(total)
 
 
-def check(given, expected, backend):
+def assert_computes(given, expected, backend):
     """The call gives what is expected, within what plain NumPy in the same precision gives of it."""
     got = treeattn.attention(**given, backend=backend, return_lse=True)
     limit = tolerance(**given)
@@ -72,7 +72,7 @@ def test_a_kv_head_serves_consecutive_query_heads(backend, q_heads, kv_heads):
     rng = np.random.default_rng(1)
     q = rng.standard_normal((B, q_heads, TQ, D), dtype=F32)
     k, v = (rng.standard_normal((B, kv_heads, TK, n), dtype=F32) for n in (D, DV))
-    check({"q": q, "k": k, "v": v}, softmax_over({"q": q, "k": k, "v": v}), backend)
+    assert_computes({"q": q, "k": k, "v": v}, softmax_over({"q": q, "k": k, "v": v}), backend)
 
 
 @pytest.mark.parametrize(("width", "v_width"), [(1, 1), (7, 3), (64, 64), (80, 128), (192, 128)])
@@ -88,7 +88,7 @@ def test_widths_need_not_be_equal_nor_round(backend, width, v_width):
 
 
 def test_scale_defaults_to_one_over_the_root_of_the_width(backend):
-    check(call(), softmax_over(call()), backend)
+    assert_computes(call(), softmax_over(call()), backend)
     given = treeattn.attention(**call(scale=D**-0.5), backend=backend, return_lse=True)
     assert same(given, treeattn.attention(**call(), backend=backend, return_lse=True))
 
@@ -96,19 +96,19 @@ def test_scale_defaults_to_one_over_the_root_of_the_width(backend):
 @pytest.mark.parametrize("scale", [0, -0.7, 3])
 def test_scale_multiplies_the_dot_products(backend, scale):
     given = call(scale=scale)
-    check(given, softmax_over(given, logit=lambda s: s * D**0.5 * scale), backend)
+    assert_computes(given, softmax_over(given, logit=lambda s: s * D**0.5 * scale), backend)
 
 
 def test_softcap_comes_after_scale_and_before_a_float_mask(backend):
     bias = np.random.default_rng(3).normal(size=(TQ, TK)).astype(F32) * 4
     given = call(softcap=1.5, mask=bias, scale=2.0)
-    check(given, softmax_over(given, logit=lambda s: 1.5 * np.tanh(s * D**0.5 * 2.0 / 1.5) + bias), backend)
+    assert_computes(given, softmax_over(given, logit=lambda s: 1.5 * np.tanh(s * D**0.5 * 2.0 / 1.5) + bias), backend)
 
 
 def test_keys_are_hidden_after_softcap(backend):
     hidden = np.where(KEYS % 3 == 0, -INF, 0).astype(F32)
     given = call(softcap=0.5, mask=hidden)
-    check(given, softmax_over(given, hidden == 0, logit=lambda s: 0.5 * np.tanh(s / 0.5)), backend)
+    assert_computes(given, softmax_over(given, hidden == 0, logit=lambda s: 0.5 * np.tanh(s / 0.5)), backend)
 
 
 def test_a_key_is_seen_only_if_mask_causal_window_and_kv_len_all_let_it(backend):
@@ -117,13 +117,15 @@ def test_a_key_is_seen_only_if_mask_causal_window_and_kv_len_all_let_it(backend)
     query, key = q_pos[:, None], kv_pos[None, :]
     seen = mask & (key <= query) & (key >= query - 4) & (key <= query + 1) & (kv_len[:, None, None, None] > KEYS)
     given = call(mask=mask, causal=True, window=(4, 1), q_pos=q_pos, kv_pos=kv_pos, kv_len=kv_len)
-    check(given, softmax_over(given, seen), backend)
+    assert_computes(given, softmax_over(given, seen), backend)
 
 
 def test_the_sink_is_a_raw_logit_without_scale_or_softcap(backend):
     sink = np.linspace(-2, 4, HQ)
     given = call(scale=0.1, softcap=0.5, sink=sink)
-    check(given, softmax_over(given, logit=lambda s: 0.5 * np.tanh(s * D**0.5 * 0.1 / 0.5), sink=sink), backend)
+    assert_computes(
+        given, softmax_over(given, logit=lambda s: 0.5 * np.tanh(s * D**0.5 * 0.1 / 0.5), sink=sink), backend
+    )
 
 
 # ---- hidden keys
@@ -260,12 +262,12 @@ def test_an_output_beyond_the_range_of_q_is_infinite(backend):
 def test_positions_may_be_negative(backend):
     given = call(causal=True, window=(3, None), q_pos=[-7, -5, 0], kv_pos=-10)
     key, query = KEYS - 10, np.array([-7, -5, 0])[:, None]
-    check(given, softmax_over(given, (key <= query) & (key >= query - 3)), backend)
+    assert_computes(given, softmax_over(given, (key <= query) & (key >= query - 3)), backend)
 
 
 def test_causal_shows_keys_up_to_the_querys_own_position(backend):
     given = call(causal=True, q_pos=[0, 4, 20])
-    check(given, softmax_over(given, np.array([0, 4, 20])[:, None] >= KEYS), backend)
+    assert_computes(given, softmax_over(given, np.array([0, 4, 20])[:, None] >= KEYS), backend)
 
 
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (2, 0), (0, 3), (None, 0), (2, None), (None, None), (100, 100)])
@@ -275,7 +277,7 @@ def test_a_window_shows_keys_from_left_before_to_right_behind(backend, left, rig
     seen &= True if left is None else query - left <= KEYS
     seen &= True if right is None else query + right >= KEYS
     given = call(window=(left, right), q_pos=query[:, 0])
-    check(given, softmax_over(given, seen), backend)
+    assert_computes(given, softmax_over(given, seen), backend)
 
 
 def test_positions_are_of_all_rows_or_of_each(backend):
@@ -283,9 +285,9 @@ def test_positions_are_of_all_rows_or_of_each(backend):
     kv_pos = np.stack([KEYS, np.random.default_rng(5).permutation(TK)])
     seen = kv_pos[:, None, None, :] <= q_pos[:, None, :, None]
     given = call(causal=True, q_pos=q_pos, kv_pos=kv_pos)
-    check(given, softmax_over(given, seen), backend)
+    assert_computes(given, softmax_over(given, seen), backend)
     mixed = call(causal=True, q_pos=q_pos[0], kv_pos=kv_pos)
-    check(mixed, softmax_over(mixed, kv_pos[:, None, None, :] <= q_pos[0, :, None]), backend)
+    assert_computes(mixed, softmax_over(mixed, kv_pos[:, None, None, :] <= q_pos[0, :, None]), backend)
 
 
 def test_one_position_is_that_of_the_first_key_and_0_by_default(backend):
@@ -299,14 +301,14 @@ def test_one_position_is_that_of_the_first_key_and_0_by_default(backend):
 def test_by_default_the_last_query_stands_on_the_last_real_key_of_its_row(backend):
     given = call(causal=True, kv_len=[4, 9])
     last = np.array([[1, 2, 3], [6, 7, 8]])
-    check(given, softmax_over(given, last[:, None, :, None] >= KEYS), backend)
+    assert_computes(given, softmax_over(given, last[:, None, :, None] >= KEYS), backend)
 
 
 def test_the_last_real_key_is_that_of_index_kv_len_minus_1_wherever_it_stands(backend):
     kv_pos = np.array([40, 30, 20, 35, 34, 33, 32, 50, 50, 50, 50])
     given = call(causal=True, kv_len=[4, 4], kv_pos=kv_pos)
     seen = (np.array([33, 34, 35])[:, None] >= kv_pos) & (KEYS < 4)
-    check(given, softmax_over(given, seen), backend)
+    assert_computes(given, softmax_over(given, seen), backend)
 
 
 def test_more_queries_than_keys_begin_before_the_first_key(backend):
@@ -334,7 +336,7 @@ def test_a_mask_broadcasts_to_batch_heads_queries_and_keys_in_every_layout(backe
     if layout == "bthd":
         given = {**given, **{name: given[name].swapaxes(1, 2) for name in "qkv"}, "layout": layout}
         right = (right[0].swapaxes(1, 2), right[1])
-    check(given, right, backend)
+    assert_computes(given, right, backend)
 
 
 @pytest.mark.parametrize("dtype", [F64, np.float16, BF16])
@@ -350,7 +352,7 @@ def test_a_float_mask_may_be_of_any_float_type(backend, dtype):
 def test_kv_len_counts_the_keys_of_each_row(backend):
     given = call(kv_len=[4, 0])
     seen = np.array([4, 0])[:, None, None, None] > KEYS
-    check(given, softmax_over(given, seen), backend)
+    assert_computes(given, softmax_over(given, seen), backend)
 
 
 # ---- layouts and strides
@@ -398,7 +400,7 @@ def test_any_strides_give_the_same_answer_and_read_only_arrays_too(backend, stor
 def test_broadcast_keys_are_read_where_they_are(backend):
     given = call()
     shared = {**given, "k": np.broadcast_to(given["k"][:1, :1], given["k"].shape)}
-    check(shared, softmax_over(shared), backend)
+    assert_computes(shared, softmax_over(shared), backend)
 
 
 @pytest.mark.parametrize("storage", ["as it is", "Fortran order", "token-major", "unaligned"])

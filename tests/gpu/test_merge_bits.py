@@ -31,7 +31,7 @@ def kernels(emulator: Any) -> dict[str, Any]:
     return {"merge": build("merge", "ta_merge"), "finish": build("finish", "ta_finish")}
 
 
-def same_bits(got: Any, right: Any) -> None:
+def assert_same_bits(got: Any, right: Any) -> None:
     """Any NaN is as good as another: IEEE 754 leaves the sign and the payload to the processor."""
     np.testing.assert_array_equal(np.isnan(got), np.isnan(right))
     np.testing.assert_array_equal(*(np.where(np.isnan(a), 0, a).view(np.uint32) for a in (got, right)))
@@ -48,7 +48,7 @@ def merged(emulator: Any, library: Any, states: list[Any], out: Any) -> Any:
 def test_merge_gives_the_bits_of_the_cpu(emulator: Any, kernels: Any, states: list[Any]) -> None:
     right = np.empty(SHAPE, np.float32)
     combine.merge(right, states)
-    same_bits(merged(emulator, kernels["merge"], states, np.empty_like(right)), right)
+    assert_same_bits(merged(emulator, kernels["merge"], states, np.empty_like(right)), right)
 
 
 def test_merge_gives_the_bits_of_the_cpu_for_ordinary_states(emulator: Any, kernels: Any) -> None:
@@ -59,7 +59,7 @@ def test_merge_gives_the_bits_of_the_cpu_for_ordinary_states(emulator: Any, kern
             state[..., -2] = np.abs(state[..., -2]) + 1
         right = np.empty(SHAPE, np.float32)
         combine.merge(right, states)
-        same_bits(merged(emulator, kernels["merge"], states, np.empty_like(right)), right)
+        assert_same_bits(merged(emulator, kernels["merge"], states, np.empty_like(right)), right)
 
 
 def test_merge_may_write_over_a_source(emulator: Any, kernels: Any) -> None:
@@ -67,7 +67,7 @@ def test_merge_may_write_over_a_source(emulator: Any, kernels: Any) -> None:
     states = [np.abs(rng.standard_normal(SHAPE, dtype=np.float32)) for _ in range(3)]
     right = np.empty(SHAPE, np.float32)
     combine.merge(right, states)
-    same_bits(merged(emulator, kernels["merge"], states, states[1]), right)
+    assert_same_bits(merged(emulator, kernels["merge"], states, states[1]), right)
 
 
 @law
@@ -79,8 +79,8 @@ def test_finish_gives_the_bits_of_the_cpu(emulator: Any, kernels: Any, state: An
     addresses = {"packed": state.ctypes.data, "sink": sink_at, "out": out.ctypes.data, "lse": lse.ctypes.data}
     call = pack_finish(heads=2, tokens=2, width=WIDTH, **addresses)
     emulator.launch(kernels["finish"], call, np.arange(ROWS), 64)
-    same_bits(out, right[0])
-    same_bits(lse, right[1])
+    assert_same_bits(out, right[0])
+    assert_same_bits(lse, right[1])
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +99,14 @@ def test_wire_rows_have_the_bits_of_the_cpu(emulator: Any, wire: Any, states: li
     rows = [np.empty(form.nbytes, np.uint8) for _ in states]
     for state, row in zip(states, rows, strict=True):
         wire_rows.prepare_pack(row, form)(state)
-        same_bits(merged(emulator, wire["pack"], [state], np.empty_like(state)), floats(row))
+        assert_same_bits(merged(emulator, wire["pack"], [state], np.empty_like(state)), floats(row))
     right = np.empty(form.nbytes, np.uint8)
     wire_rows.prepare_merge(right, rows, form)()
     there = [floats(row).copy() for row in rows]
     unpacked = np.empty(SHAPE, np.float32)
     wire_rows.prepare_unpack(right, form)(unpacked)
-    same_bits(merged(emulator, wire["unpack"], there, np.empty_like(unpacked)), unpacked)
-    same_bits(merged(emulator, wire["merge_rows"], there, there[-1]), floats(right))
+    assert_same_bits(merged(emulator, wire["unpack"], there, np.empty_like(unpacked)), unpacked)
+    assert_same_bits(merged(emulator, wire["merge_rows"], there, there[-1]), floats(right))
 
 
 def floats(rows: Any) -> Any:

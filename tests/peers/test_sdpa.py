@@ -59,7 +59,7 @@ def both_ways(q, k, v, **options):
     yield treeattn.merge(parts).finish(sink=sink, dtype=str(q.dtype).removeprefix("torch."), return_lse=True)
 
 
-def check(q, k, v, options, out, lse):
+def assert_computes(q, k, v, options, out, lse):
     limit = tolerance(q, k, v, **options)
     for got_out, got_lse in both_ways(q, k, v, **options):
         assert_close(got_out, out.numpy(), limit.out, "out")
@@ -89,7 +89,7 @@ def test_it_is_scaled_dot_product_attention(dtype, name, tokens, v_width, heads)
     theirs, ours = case(name, q)
     out = sdpa(q.double(), k.double(), v.double(), enable_gqa=True, **theirs)
     scale = theirs.pop("scale", D**-0.5)
-    check(q, k, v, ours, out, torch_lse(logits(q, k, scale), **theirs))
+    assert_computes(q, k, v, ours, out, torch_lse(logits(q, k, scale), **theirs))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -107,7 +107,7 @@ def test_softcap_and_sink_are_what_torch_computes_step_by_step():
     logit = 3 * torch.tanh(logits(q, k) / 3)
     with_sink = torch.cat([logit, sink[None, :, None, None].expand(B, 6, 3, 1)], -1)
     out = torch.softmax(with_sink, -1)[..., :-1] @ v.double().repeat_interleave(3, 1)
-    check(q, k, v, {"softcap": 3.0, "sink": sink}, out, torch.logsumexp(with_sink, -1))
+    assert_computes(q, k, v, {"softcap": 3.0, "sink": sink}, out, torch.logsumexp(with_sink, -1))
 
 
 def test_window_and_kv_len_are_masks_to_torch():

@@ -17,7 +17,15 @@ from treeattn.errors import InputError
 from treeattn.inputs import LAYOUTS
 from treeattn.launch import launched, run
 
-__all__ = ["json_option", "on_ranks", "plan_options", "read_algorithm", "read_window", "shape_options"]
+__all__ = [
+    "json_option",
+    "on_ranks",
+    "plan_options",
+    "read_algorithm",
+    "read_output_file",
+    "read_window",
+    "shape_options",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -50,8 +58,8 @@ def read_algorithm(ctx: click.Context, param: click.Parameter, value: str) -> st
     return value
 
 
-def read_json_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Refuse a file in a folder that is not there, before any work is done for it; rank 0 is to write it."""
+def read_output_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuse a file to write in a folder that is not there, before any work is done for it; rank 0 is to write it."""
     here = launched()
     if value == "":
         raise click.BadParameter("expected a file, or - for standard output, got ''")
@@ -104,7 +112,7 @@ def json_option(command: Command) -> Command:
     """Add --json: where to write what the table says, for programs."""
     writable = click.Path(dir_okay=False, writable=True, allow_dash=True)
     text = "Write the results here as JSON; - is stdout."
-    return click.option("--json", "json_file", type=writable, callback=read_json_file, help=text)(command)
+    return click.option("--json", "json_file", type=writable, callback=read_output_file, help=text)(command)
 
 
 def on_ranks(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.cli.options import json_option, on_ranks, plan_options
+from treeattn.cli.options import json_option, on_ranks, plan_options, read_output_file
 from treeattn.cli.output import console, counts, drawable, print_rows, write_json
 from treeattn.costs import CostModel, cost, read_model
 from treeattn.errors import InputError
@@ -44,7 +44,12 @@ Examples:
 @click.option("--root", type=click.IntRange(0), help="Draw the tree that gives only this rank the result.")
 @click.option("--model", default="default", show_default=True, help="Cost model: a preset, or a file of --calibrate.")
 @click.option("--calibrate", is_flag=True, help="Measure a cost model on these ranks, and plans beside its forecasts.")
-@click.option("--save", type=FILE, help="Write the plan, or what --calibrate has measured, for --plan and --model.")
+@click.option(
+    "--save",
+    type=FILE,
+    callback=read_output_file,
+    help="Write the plan, or what --calibrate has measured, for --plan and --model.",
+)
 @plan_options
 @json_option
 @on_ranks()
