@@ -131,7 +131,7 @@ class Decoding:
     Parameters
     ----------
     comm : TreeComm
-    root, return_lse, sink, backend
+    root, return_lse, sink, backend, pipeline
         As in `decode`.
     shared : tuple of (str, value)
         More that every rank must agree on, by the names that an error would call it; values that JSON can carry.
