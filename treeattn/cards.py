@@ -162,15 +162,10 @@ class CardExchange(Exchange):
         self._state = None
         return header
 
-    def result(self, state: PartialState, out: PartialState | None) -> PartialState | None:
-        """Merge what was collected, in rank order, on the ranks that are to have it."""
-        if self.plan.root not in (None, self.transport.rank):
-            return None
-        if out is None:
-            out = PartialState(state.ops.empty(self.form.shape, self.form.dtype), state.ops)
-        state.ops.merge(out._packed, self._states)
+    def _store(self, out: PartialState) -> None:
+        """Merge what was collected, in rank order."""
+        out.ops.merge(out._packed, self._states)
         self._done = self._cards.card.mark()
-        return out
 
 
 def _nothing_to_wait_for() -> bool:

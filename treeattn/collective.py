@@ -65,11 +65,6 @@ class CollectiveExchange(Exchange):
         self._loaded = False
         return header
 
-    def result(self, state: PartialState, out: PartialState | None) -> PartialState | None:
-        """Unpack what was merged, on the ranks that are to have it."""
-        if self.plan.root not in (None, self.transport.rank):
-            return None
-        if out is None:
-            out = PartialState(state.ops.empty(self.form.shape, self.form.dtype), state.ops)
+    def _store(self, out: PartialState) -> None:
+        """Unpack what was merged."""
         self._unpack(out._packed)
-        return out

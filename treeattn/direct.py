@@ -73,17 +73,15 @@ class DeviceRecords(Records):
             state.ops.prepare_pack(wire, self.form)(state._packed)
             self._device.from_host(wire, self.payloads[0])
 
-    def store(self, like: PartialState, out: PartialState | None) -> PartialState:
-        """Unpack record 0, where the state that was loaded lives."""
-        if like.ops is self._device:
-            stored = super().store(like, out)
+    def store(self, out: PartialState) -> None:
+        """Unpack record 0, where ``out`` lives."""
+        if out.ops is self._device:
+            super().store(out)
             self._left = self._device.mark()
-            return stored
+            return
         wire = np.empty(self.form.nbytes, np.uint8)
         self._device.to_host(self.payloads[0], wire)
-        stored = out or PartialState(like.ops.empty(self.form.shape, self.form.dtype), like.ops)
-        like.ops.prepare_unpack(wire, self.form)(stored._packed)
-        return stored
+        out.ops.prepare_unpack(wire, self.form)(out._packed)
 
 
 def _done() -> bool:

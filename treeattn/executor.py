@@ -163,7 +163,14 @@ class Exchange:
         """Give the merged state, after a clean `run`, to the ranks that are to have it."""
         if self.plan.root not in (None, self.transport.rank):
             return None
-        return self._pieces.store(state, out)
+        if out is None:
+            out = PartialState(state.ops.empty(self.form.shape, self.form.dtype), state.ops)
+        self._store(out)
+        return out
+
+    def _store(self, out: PartialState) -> None:
+        """Write the merged state to ``out``."""
+        self._pieces.store(out)
 
 
 def _records(counts: list[int], form: WireForm, direct: DirectOps | None) -> list[Records]:

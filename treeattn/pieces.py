@@ -66,8 +66,8 @@ class Pieces:
         for part, place in zip(self.parts, self._places, strict=False):
             np.copyto(part.payloads[0], place)
 
-    def store(self, like: PartialState, out: PartialState | None) -> PartialState:
-        """Put the rows together, and unpack them to ``out``, or to a new state of the backend that ``like`` has."""
+    def store(self, out: PartialState) -> None:
+        """Put the rows together, and unpack them to ``out``."""
         for part, place in zip(self.parts, self._places, strict=False):
             np.copyto(place, part.payloads[0])
-        return self.whole.store(like, out)
+        self.whole.store(out)

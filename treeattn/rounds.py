@@ -104,12 +104,9 @@ class Records:
         """Give what merges ``payloads`` into record 0, in the order given."""
         return merger(self.payloads[0], payloads, self.form)
 
-    def store(self, like: PartialState, out: PartialState | None) -> PartialState:
-        """Unpack record 0 to ``out``, or to a new state of the backend that ``like``, which was loaded, has."""
-        if out is None:
-            out = PartialState(like.ops.empty(self.form.shape, self.form.dtype), like.ops)
+    def store(self, out: PartialState) -> None:
+        """Unpack record 0 to ``out``, of the backend whose state was loaded."""
         self._unpack(out._packed)
-        return out
 
 
 class MessageRound:
