@@ -48,11 +48,11 @@ class Model:
 
 
 def check_amount(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Refuse what is no finite number of at least 0, or above it."""
+    """Refuse what is no number of at least 0, or above it, and below `LARGEST`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LARGEST
     if not is_number or (above_zero and value == 0):
         least = "above 0" if above_zero else "of at least 0"
-        raise InputError.of(name, expected=f"a finite number {least}", got=repr(value))
+        raise InputError.of(name, expected=f"a number {least} and below {LARGEST:g}", got=repr(value))
 
 
 @dataclass(frozen=True, slots=True)
