@@ -1,6 +1,7 @@
 """The measured cost model: what is fitted to known times, and measuring on ranks that are threads, and on MPI."""
 
 import itertools
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeattn import PartialState, TreeComm
-from treeattn.calibration import Sample, fit
+from treeattn import PartialState, TreeComm, calibration
+from treeattn.calibration import Calibration, Sample, fit
 from treeattn.catalog import Link
 from treeattn.choosing import choose_radices
 from treeattn.costs import DEFAULT_MODEL, CostModel, cost
@@ -101,6 +102,19 @@ def test_auto_measures_once_and_all_ranks_have_the_same_model():
     ways = {(each.way, each.partners, each.leaders) for each in found[0][1].samples}
     assert ways == {("inside", 1, 1), ("between", 1, 1), ("between", 2, 1), ("between", 1, 2)}
     assert all(0 < each.p50_us <= each.p99_us for each in found[0][1].samples)
+
+
+def test_rank_0_alone_fits_and_all_have_its_bits(monkeypatch):
+    """Any other rank's arithmetic would be off here."""
+
+    def off():
+        return threading.current_thread().name != "rank 0"
+
+    monkeypatch.setattr(calibration, "fit", lambda samples, rate: fit(samples, rate * (1 + 2**-40 * off())))
+    monkeypatch.setattr(calibration, "_repeats", lambda slowest: [5 + off()] * len(slowest))
+    found = run_ranks(2, lambda transport: delayed(transport, ["a", "b"], Delays(0, 1e-3), plan="auto")[1])
+    assert found[0] == found[1]
+    assert Calibration.from_json(found[0].to_json()) == found[0]
 
 
 def test_racks_are_measured_apart():

@@ -11,8 +11,9 @@ import pytest
 import treeattn
 from treeattn import errors
 from treeattn.catalog import Link, Model
-from treeattn.costs import CostModel
-from treeattn.emulation import DelayedTransport, Delays, OwnTime
+from treeattn.clocks import OwnTime
+from treeattn.costs import CostModel, cost
+from treeattn.emulation import DelayedTransport, Delays
 from treeattn.forecast import Cluster, Demand, forecast
 from treeattn.inputs import Options
 from treeattn.testing import run_ranks
@@ -111,6 +112,20 @@ def test_the_forecast_of_the_wire_is_what_is_emulated(hosts):
         *((name, baseline(name)) for name in ("ring_query", "megatron_sp", "dist_flash", "gather")),
     ):
         assert max(elapsed(apart(hosts), run)) == pytest.approx(forecast(name, Demand(model, 64), cluster).wire)
+
+
+@pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a", "b", "b", "c", "c"]], ids=len)
+def test_a_model_measured_on_emulated_wires_predicts_what_a_plan_takes_on_them(hosts):
+    delays, nbytes = Delays(1.0, 100.0), 1 * 2 * 1 * (4 + 2) * 4
+    costs = []
+
+    def call(comm):
+        run = tree(comm)
+        costs.append(cost(comm.plan_for(nbytes), nbytes, comm.calibration.model).total_us / 1e6)
+        return run
+
+    times = elapsed(hosts, call, delays, plan="auto")
+    assert costs == pytest.approx([max(times)] * len(hosts), rel=1e-6)
 
 
 def test_each_level_has_its_own_delay():

@@ -8,17 +8,18 @@ it is a round up and one down. The model is fitted to medians; what the 99th per
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from treeattn.agreement import Header
 from treeattn.catalog import Link
 from treeattn.channel import Channel
+from treeattn.clocks import Clock
 from treeattn.costs import DEFAULT_MODEL, CostModel
 from treeattn.executor import Exchange
 from treeattn.plan import Merge, Message, Plan, Round
@@ -31,6 +32,7 @@ from treeattn.wire_form import WireForm, merger
 __all__ = ["Calibration", "Sample", "calibrate", "fit"]
 
 Groups: TypeAlias = "Sequence[tuple[int, ...]]"
+T = TypeVar("T")
 
 SECONDS = 0.1
 """Roughly how long a probe is repeated."""
@@ -87,6 +89,16 @@ class Calibration:
     samples: tuple[Sample, ...]
     model: CostModel
 
+    def to_json(self) -> str:
+        """Write it as JSON, in which every number keeps its bits."""
+        return json.dumps({"samples": [asdict(each) for each in self.samples], "model": self.model.to_json()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Calibration:
+        """Read what `to_json` wrote."""
+        found = json.loads(text)
+        return cls(tuple(Sample(**each) for each in found["samples"]), CostModel.from_json(found["model"]))
+
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
@@ -103,9 +115,9 @@ class _Probe:
 
 
 def calibrate(channel: Channel, window: Window | None, form: WireForm) -> Calibration:
-    """Measure for states of one form; collective.
+    """Measure for states of one form, by the transport's clock; collective.
 
-    Every rank computes the model from every rank's times, and so all have the same.
+    Rank 0 fits the model to every rank's times and sends it, so that all have the same, whatever they compute with.
 
     Parameters
     ----------
@@ -120,23 +132,44 @@ def calibrate(channel: Channel, window: Window | None, form: WireForm) -> Calibr
     exchanges = [
         Exchange(probe.plan(hosts, number), branch, window, form, tally) for number, probe in enumerate(probes)
     ]
-    first = _slowest(channel, [float(np.median(_times(channel, each, FIRST))) for each in exchanges])
-    counts = [int(min(max(SECONDS / each, FEWEST), MOST)) for each in first]
-    times = [_times(channel, each, count) for each, count in zip(exchanges, counts, strict=True)]
-    quantiles = [1e6 * float(np.quantile(each, at)) for at in (0.5, 0.99) for each in times]
-    *slowest, merging = _slowest(channel, [*quantiles, _merge_seconds(form)])
+    values = [*_quantiles(channel, exchanges), _merge_seconds(form, channel.transport.clock)]
+    sizes = [each.plan.message_bytes(probe.slots, form.nbytes) for probe, each in zip(probes, exchanges, strict=True)]
+    told = _concluded(channel, values, partial(_fitted, probes, sizes, MERGED * form.nbytes))
     channel.retire(branch)
+    return Calibration.from_json(told)
+
+
+def _quantiles(channel: Channel, exchanges: Sequence[Exchange]) -> list[float]:
+    """Medians of what runs take on this rank, in microseconds, and then 99th percentiles."""
+    first = [float(np.median(_times(channel, each, FIRST))) for each in exchanges]
+    counts = _concluded(channel, first, _repeats)
+    times = [_times(channel, each, count) for each, count in zip(exchanges, counts, strict=True)]
+    return [1e6 * float(np.quantile(each, at)) for at in (0.5, 0.99) for each in times]
+
+
+def _fitted(probes: Sequence[_Probe], sizes: Sequence[int], merged_bytes: int, slowest: Sequence[float]) -> str:
+    """Put together what was measured, and the model that fits it, as JSON."""
+    *found, merging = slowest
     samples = tuple(
-        Sample(probe.way, probe.partners, each.plan.message_bytes(probe.slots, form.nbytes), probe.leaders, p50, p99)
-        for probe, each, p50, p99 in zip(probes, exchanges, slowest[: len(probes)], slowest[len(probes) :], strict=True)
+        Sample(probe.way, probe.partners, nbytes, probe.leaders, p50, p99)
+        for probe, nbytes, p50, p99 in zip(probes, sizes, found[: len(probes)], found[len(probes) :], strict=True)
     )
-    return Calibration(samples, fit(samples, MERGED * form.nbytes / merging / 1e9))
+    return Calibration(samples, fit(samples, merged_bytes / merging / 1e9)).to_json()
 
 
-def _slowest(channel: Channel, values: Sequence[float]) -> list[float]:
-    """Give, of each value, the largest that any rank has."""
-    found = [json.loads(each) for each in channel.gather(json.dumps(values).encode())]
-    return [max(each) for each in zip(*found, strict=True)]
+def _repeats(slowest: Sequence[float]) -> list[int]:
+    """How often to repeat probes that take so many seconds."""
+    return [int(min(max(SECONDS / each, FEWEST), MOST)) for each in slowest]
+
+
+def _concluded(channel: Channel, values: Sequence[float], conclude: Callable[[Sequence[float]], T]) -> T:
+    """Give what rank 0 concludes from the largest that any rank has of each value."""
+    found, told = channel.gather(json.dumps(values).encode()), b""
+    if channel.rank == 0:
+        slowest = [max(each) for each in zip(*map(json.loads, found), strict=True)]
+        told = json.dumps(channel.call(conclude, slowest)).encode()
+    concluded: T = json.loads(channel.gather(told)[0])
+    return concluded
 
 
 def _times(channel: Channel, exchange: Exchange, count: int) -> list[float]:
@@ -144,24 +177,24 @@ def _times(channel: Channel, exchange: Exchange, count: int) -> list[float]:
 
     Two ranks that only wait for each other, and don't begin at once, take turns in waiting long and not at all.
     """
-    ends, header = [], Header(0, 0, 0, 0)
+    ends, header, clock = [], Header(0, 0, 0, 0), channel.transport.clock
     for _ in range(count + 2):
         channel.call(exchange.run, header)
-        ends.append(time.perf_counter())
+        ends.append(clock())
     return [max((end - start) / 2, 1e-9) for start, end in zip(ends, ends[2:], strict=False)]
 
 
-def _merge_seconds(form: WireForm) -> float:
+def _merge_seconds(form: WireForm, clock: Clock) -> float:
     """Seconds to merge `MERGED` states."""
     sources = list(np.zeros((MERGED, form.nbytes), np.uint8))
     merge = merger(np.zeros(form.nbytes, np.uint8), sources, form)
-    return min(_elapsed(merge) for _ in range(20))
+    return min(_elapsed(merge, clock) for _ in range(20))
 
 
-def _elapsed(call: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def _elapsed(call: Callable[[], None], clock: Clock) -> float:
+    start = clock()
     call()
-    return max(time.perf_counter() - start, 1e-9)
+    return max(clock() - start, 1e-9)
 
 
 def _probes(hosts: tuple[str, ...], shared: bool) -> Iterator[_Probe]:

@@ -8,18 +8,18 @@ latency that is emulated, not bandwidth. Data is copied on its way, which takes 
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from treeattn.clocks import Clock, WallTime
 from treeattn.errors import InputError
 from treeattn.topology import check_hosts
 from treeattn.transport import Bytes, Mark, Meanwhile, Prepared, Transport, nothing
 
-__all__ = ["Clock", "DelayedTransport", "Delays", "OwnTime", "WallTime"]
+__all__ = ["DelayedTransport", "Delays"]
 
 _STAMP = struct.Struct("<d")
 
@@ -56,48 +56,6 @@ class Delays:
             expected = "milliseconds between hosts, or inside a host and between hosts with a colon in between"
             raise InputError.of("latency", expected=expected, got=repr(text))
         return found
-
-
-class Clock(Protocol):
-    """Something that tells the time, in seconds, and can let it pass."""
-
-    def __call__(self) -> float:
-        """Give the time."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass."""
-
-
-class WallTime:
-    """The machine's time: messages are really held."""
-
-    def __call__(self) -> float:
-        """Give the machine's monotonic time, the same for all of its processes."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep."""
-        time.sleep(seconds)
-
-
-class OwnTime:
-    """The time of one thread, as if it had a processor for itself: the time that it has computed, and has slept.
-
-    Sleeping takes no time but is counted. Ranks that are threads with such clocks, whose messages carry the sender's
-    time, end at the times at which they would end on a machine with a core for each, however few there are and
-    however busy they are. Make one in each thread. What helpers compute for the thread is not seen.
-    """
-
-    def __init__(self) -> None:
-        self._slept = 0.0
-
-    def __call__(self) -> float:
-        """Give the thread's own time."""
-        return time.thread_time() + self._slept
-
-    def sleep(self, seconds: float) -> None:
-        """Count time as slept."""
-        self._slept += seconds
 
 
 @dataclass(slots=True)
@@ -157,7 +115,7 @@ class DelayedTransport(Transport):
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
         self._hosts, self._delays = check_hosts(hosts, self.size), delays
-        self._clock = WallTime() if clock is None else clock
+        self.clock = WallTime() if clock is None else clock
         self._carrier = transport
 
     @property
@@ -176,7 +134,7 @@ class DelayedTransport(Transport):
 
     def isend(self, data: Bytes, dest: int, tag: int) -> _Message:
         """Start to send, behind the time."""
-        framed = _framed(data, self._clock())
+        framed = _framed(data, self.clock())
         return _Message(self._carrier.isend(framed, dest, tag), framed, data, None)
 
     def irecv(self, data: Bytes, source: int, tag: int) -> _Message:
@@ -203,7 +161,7 @@ class DelayedTransport(Transport):
         """Let the carrier's messages move; give whether all are complete and due."""
         messages = [each.started if isinstance(each, Prepared) else each for each in requests]
         moved = self._carrier.progress([message.request for message in messages])
-        return moved and max((message.due for message in messages), default=0.0) <= self._clock()
+        return moved and max((message.due for message in messages), default=0.0) <= self.clock()
 
     def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
         """Wait for what is no message, and has no delay."""
@@ -214,24 +172,24 @@ class DelayedTransport(Transport):
         return self._carrier.call_roll(mark, grace)
 
     def _wait_until(self, due: list[float]) -> None:
-        left = max(due, default=0.0) - self._clock()
+        left = max(due, default=0.0) - self.clock()
         if left > 0:
-            self._clock.sleep(left)
+            self.clock.sleep(left)
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Give every rank's data, each due like a message from that rank."""
-        found = self._carrier.allgather(_STAMP.pack(self._clock()) + data)
+        found = self._carrier.allgather(_STAMP.pack(self.clock()) + data)
         self._wait_until([_STAMP.unpack_from(each)[0] + self._delay(rank) for rank, each in enumerate(found)])
         return [each[_STAMP.size :] for each in found]
 
     def dup(self) -> DelayedTransport:
         """Make another of the same ranks, hosts and delays."""
         carrier = self._carrier.dup()
-        return DelayedTransport(carrier, self._hosts, self._delays, self._clock)
+        return DelayedTransport(carrier, self._hosts, self._delays, self.clock)
 
     def branch(self) -> DelayedTransport:
         """Make one for a plan."""
-        return DelayedTransport(self._carrier.branch(), self._hosts, self._delays, self._clock)
+        return DelayedTransport(self._carrier.branch(), self._hosts, self._delays, self.clock)
 
     def shared_memory_group(self) -> int:
         """Lowest rank with the same host label."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.clocks import Clock, WallTime
 from treeattn.gpu_mpi import Verdict
 
 __all__ = [
@@ -88,6 +89,8 @@ class Transport(ABC):
     """Whether ranks of one host may share memory beside the messages here."""
     needs_progress = False
     """Whether messages only move while `progress` or `wait` is called."""
+    clock: Clock = WallTime()
+    """Tells how long messages take, and what is computed between them."""
 
     @abstractmethod
     def isend(self, data: Bytes, dest: int, tag: int) -> Any:

@@ -20,7 +20,8 @@ from treeattn.launch import find_runtime, mpirun_command, mpirun_environment
 
 if TYPE_CHECKING:
     from treeattn.cli.comparison import Row
-    from treeattn.emulation import Clock, Delays
+    from treeattn.clocks import Clock
+    from treeattn.emulation import Delays
     from treeattn.transport import Transport
 
 __all__ = ["Contest", "on_mpi", "on_threads"]
@@ -71,8 +72,8 @@ class Contest:
         ``on_row`` is called on rank 0.
         """
         from treeattn.cli.comparison import Timing, compare
+        from treeattn.clocks import OwnTime, WallTime
         from treeattn.comm import TreeComm
-        from treeattn.emulation import OwnTime, WallTime
 
         clock = OwnTime() if self.threads and self.delays else WallTime()
         timing = Timing(self.warmup, self.repeats, clock, self._head_start)

@@ -17,8 +17,8 @@ from treeattn.plan import Stats
 
 if TYPE_CHECKING:
     from treeattn.cli.workload import Workload
+    from treeattn.clocks import Clock
     from treeattn.comm import TreeComm
-    from treeattn.emulation import Clock
 
 __all__ = ["Row", "Timing", "compare"]
 
