@@ -337,6 +337,8 @@ WRONG = {
     "other query rows": ({"q": np.zeros((B, HQ, 1, D), np.float32)}, "q.shape: expected the same on every rank"),
     "another root": ({"root": 0}, "root: expected the same on every rank"),
     "a sink of its own": ({"sink": np.ones(HQ)}, "sink: expected the same on every rank"),
+    "groups of heads": ({"pipeline": 2}, "pipeline: expected 1, for a baseline, got 2"),
+    "no number of groups": ({"pipeline": "all"}, "pipeline: expected a number of groups from 1 to 8, got 'all'"),
     "float64 keys": ({"k": np.zeros((B, HKV, 10, D))}, "dtype of the state: expected the same on every rank"),
 }
 
@@ -457,9 +459,7 @@ def test_baselines_run_on_mpi_ranks(mpirun):
 
 
 def test_the_skeleton_is_the_same_everywhere():
-    """All options of `decode` but groups of heads, which are the tree's own."""
-    decode = inspect.signature(treeattn.decode)
-    wanted = decode.replace(parameters=[each for each in decode.parameters.values() if each.name != "pipeline"])
+    wanted = inspect.signature(treeattn.decode)
     for name, baseline in ALL.items():
         assert baseline.name == name
         assert inspect.signature(baseline) == wanted

@@ -68,10 +68,15 @@ def test_tables_have_the_papers_bytes_beside_the_counted_ones(bench):
     status, out, _ = bench(*SMALL, "--threads", "--ranks", "2", "--algorithms", "tree,ring", "--tokens", "100")
     assert status == 0
     assert "2 ranks on 1 host, 100 tokens, batch 1" in out
-    ring = next(line for line in out.splitlines() if line.strip().startswith("ring")).split()
+    tree, ring = (
+        [line.split() for line in out.splitlines() if line.strip().startswith(name)] for name in ("tree ", "ring ")
+    )
     shard = 2 * 4 * 50 * 8 * 4  # K and V of 50 tokens, bytes
-    assert "".join(ring[6:8]) == f"{shard / 1000:.3g}kB"
-    assert "".join(ring[8:10]) == f"{2 * shard / 1000:.3g}kB"
+    q_and_out = 2 * 8 * 8 * 4
+    sent, papers, memory, papers_memory = map("".join, zip(ring[1][2::2], ring[1][3::2], strict=True))
+    assert (sent, papers) == (f"{shard / 1000:.3g}kB", f"{2 * shard / 1000:.3g}kB")
+    assert memory == papers_memory == f"{(2 * shard + q_and_out) / 1000:.3g}kB"
+    assert "".join(tree[1][-2:]) == f"{(shard + q_and_out + 2 * 8 * 4) / 1000:.3g}kB"
 
 
 def test_an_algorithm_that_refuses_is_a_row_with_its_reason(bench):
@@ -89,6 +94,22 @@ def test_emulated_latency_and_hosts_are_told(bench):
     told = json.loads(out)
     assert told["environment"]["emulated latency (ms)"] == "0:0.01"
     assert {row["hosts"] for row in told["rows"]} == {2}
+
+
+@pytest.mark.parametrize("plan", ["default", "binary"])
+def test_the_tree_takes_what_its_plan_is_forecast_to_take(bench, plan):
+    """On imagined clocks, by which a second of delay outweighs whatever this machine does meanwhile."""
+    arguments = ("--emulate-latency", "1000", "--algorithms", "tree,ring", "--tokens", "60", "--plan", plan)
+    status, out, _ = bench(*SMALL, *arguments, "--ranks", "2,8", "--json", "-")
+    assert status == 0
+    rows = {(row["algorithm"], row["ranks"]): row for row in json.loads(out)["rows"]}
+    rounds = {2: 1, 8: 3 if plan == "binary" else 1}
+    for ranks in (2, 8):
+        row = rows["tree", ranks]
+        assert row["median_ms"] == pytest.approx(row["forecast_ms"], rel=0.05)
+        assert row["forecast_ms"] == pytest.approx(1000 * rounds[ranks] + row["kernel_ms"], rel=0.05)
+        assert rows["ring", ranks]["median_ms"] == pytest.approx(1000 * (ranks - 1), rel=0.15)
+        assert rows["ring", ranks]["forecast_ms"] is None
 
 
 def test_a_wrong_row_is_shown_and_fails(bench, monkeypatch):

@@ -22,6 +22,7 @@ from treeattn.distributed import agreed_fields, check_positions, check_root, fin
 from treeattn.errors import InputError
 from treeattn.inputs import Args, Options, Spec, resolve
 from treeattn.local import deliver
+from treeattn.pipeline import check_pipeline
 from treeattn.plan import Stats
 from treeattn.state import PartialState, sink_logits
 from treeattn.wire import Wire
@@ -186,11 +187,13 @@ class Baseline(ABC):
         kv_dtype: Any = None,
         layout: str = "bhtd",
         backend: Any = None,
+        pipeline: int = 1,
     ) -> Any:
         """Attend as `treeattn.decode` does, by this scheme; collective.
 
-        All parameters, results and errors are those of `treeattn.decode`, but for two things: keys and values must be
-        in host memory, and without `same_bits` the result may differ from rank to rank in the last places.
+        All parameters, results and errors are those of `treeattn.decode`, but for three things: keys and values must
+        be in host memory, ``pipeline`` must be 1, since a baseline overlaps what its own scheme does, and without
+        `same_bits` the result may differ from rank to rank in the last places.
         """
         options = Options(
             scale=scale,
@@ -207,7 +210,16 @@ class Baseline(ABC):
             layout=layout,
         )
         prepared = self.prepare(
-            q, k, v, options, comm=comm, root=root, return_lse=return_lse, sink=sink, backend=backend
+            q,
+            k,
+            v,
+            options,
+            comm=comm,
+            root=root,
+            return_lse=return_lse,
+            sink=sink,
+            backend=backend,
+            pipeline=pipeline,
         )
         prepared.run()
         return prepared.result()
@@ -224,11 +236,13 @@ class Baseline(ABC):
         return_lse: bool = False,
         sink: Any = None,
         backend: Any = None,
+        pipeline: int = 1,
         replicated: bool = True,
     ) -> Prepared:
         """Agree with the other ranks on a call that can then be run, and timed, any number of times; collective."""
         comm, found, error = as_tree_comm(comm), None, None
         try:
+            _check_whole(pipeline)
             found = self._own(q, k, v, options, comm, root, sink, backend, replicated)
         except Exception as wrong:  # whatever it is, the other ranks must hear of it before it is raised here
             error = wrong
@@ -257,6 +271,12 @@ class Baseline(ABC):
         shared = fingerprints(q, sink) if same else fingerprints(None, sink)[:1]
         state = (("root", root), ("dtype of the state", spec.state_dtype))
         return (*fields, *state, *shared, *self.fields), spec, args, Holding.of(spec, args), sink, backend
+
+
+def _check_whole(pipeline: Any) -> None:
+    if check_pipeline(pipeline) > 1:
+        hint = "only the tree's exchange can go on while the next group of heads is computed: use treeattn.decode"
+        raise InputError.of("pipeline", expected="1, for a baseline", got=pipeline, hint=hint)
 
 
 def _check_on_host(args: Args) -> None:

@@ -21,6 +21,8 @@ from treeattn.launch import find_runtime, mpirun_command, mpirun_environment
 if TYPE_CHECKING:
     from treeattn.cli.comparison import Row
     from treeattn.clocks import Clock
+    from treeattn.comm import TreeComm
+    from treeattn.costs import CostModel
     from treeattn.emulation import Delays
     from treeattn.transport import Transport
 
@@ -77,8 +79,11 @@ class Contest:
 
         clock = OwnTime() if self.threads and self.delays else WallTime()
         timing = Timing(self.warmup, self.repeats, clock, self._head_start)
-        with TreeComm(self._delayed(transport, clock), hosts=self._hosts(transport), plan=self.plan) as comm:
-            for row in compare(comm, self.works, self.algorithms, self.backend, timing):
+        carrier, hosts = self._delayed(transport, clock), self._hosts(transport)
+        with TreeComm(carrier, hosts=hosts, plan="auto") as comm:
+            model = _measured_model(comm, self.works[0]) if "tree" in self.algorithms else None
+        with TreeComm(carrier, hosts=hosts, plan=self.plan) as comm:
+            for row in compare(comm, self.works, self.algorithms, self.backend, timing, model):
                 if comm.rank == 0:
                     on_row(row)
 
@@ -103,6 +108,14 @@ class Contest:
         hosts = self._hosts(transport) or ["host"] * _size(transport)
         carrier = world_transport(LONGEST) if transport is None else transport
         return DelayedTransport(carrier, hosts, self.delays, clock)
+
+
+def _measured_model(comm: TreeComm, work: Workload) -> CostModel | None:
+    """Measure what messages and merges of such states take here; None on one rank, which sends none."""
+    from treeattn.state import PartialState
+
+    comm.allreduce(PartialState.identity(work.state_shape, dtype=work.state_dtype))
+    return None if comm.calibration is None else comm.calibration.model
 
 
 def _size(transport: Transport | None) -> int:

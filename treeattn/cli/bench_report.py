@@ -18,6 +18,7 @@ from treeattn.launch import find_runtime
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from treeattn.cli.bench_ranks import Contest
     from treeattn.cli.comparison import Row
@@ -26,7 +27,11 @@ __all__ = ["environment", "show"]
 
 LEGEND = """\
 ms: median of a step, until its slowest rank is done; spread: from the 10th to the 90th percentile, of the median
-sent, buffers: bytes of the busiest rank, the latter at their peak; paper's: what its formula says that a rank sends"""
+forecast: the tree's kernel, timed by itself, and what its plan should take by a model measured on these ranks
+sent, memory: bytes of the busiest rank, the latter at the peak; paper's: what the paper's formulas say of them"""
+
+TIMES = "ms", "spread", "forecast", "to tree", "error"
+BYTES = "rounds", "sent", "paper's", "memory", "paper's"
 
 
 def environment(contest: Contest) -> dict[str, Any]:
@@ -66,7 +71,7 @@ def show(
     """Print the rows and write the files that were asked for; then fail if any row is wrong."""
     to = console(json_file)
     print_rows(to, "treeattn bench", [(name, escape(str(value))) for name, value in where.items()])
-    _print_table(to, rows)
+    _print_tables(to, rows)
     write_json(json_file, {"environment": where, "rows": [_told(row) for row in rows]})
     if csv_file is not None:
         _write_csv(csv_file, rows)
@@ -95,41 +100,51 @@ def _write_csv(file: str, rows: Sequence[Row]) -> None:
         writer.writerows(told)
 
 
-def _print_table(to: Console, rows: Sequence[Row]) -> None:
-    """Print a table for each workload, with the tree's time as the measure."""
-    from rich import box
-    from rich.table import Table
-
+def _print_tables(to: Console, rows: Sequence[Row]) -> None:
+    """Print two tables for each workload: times, with the tree's as the measure, and bytes."""
     for (ranks, hosts, tokens, batch), group in groupby(
         rows, lambda row: (row.ranks, row.hosts, row.tokens, row.batch)
     ):
-        title = f"{ranks} ranks on {hosts} host{'s'[: hosts != 1]}, {counts(tokens)} tokens, batch {batch}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
-        table.add_column("algorithm", no_wrap=True)
-        for column in ("ms", "spread", "to tree", "rounds", "sent", "paper's", "buffers", "error"):
-            table.add_column(column, justify="right", no_wrap=True)
         own = list(group)
         tree_ms = next((row.median_ms for row in own if row.algorithm == "tree"), None)
-        for row in own:
-            table.add_row(*_cells(row, tree_ms))
-        to.print(table)
+        title = f"{ranks} ranks on {hosts} host{'s'[: hosts != 1]}, {counts(tokens)} tokens, batch {batch}"
+        to.print(_table(title, TIMES, [(row, _times(row, tree_ms)) for row in own]))
+        to.print(_table("", BYTES, [(row, _bytes(row)) for row in own if not row.refused]))
     for text in dict.fromkeys(f"{row.algorithm} on {row.ranks} ranks: {row.refused}" for row in rows if row.refused):
         to.print(escape(text))
     to.print(LEGEND)
 
 
-def _cells(row: Row, tree_ms: float | None) -> list[str]:
+def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[Row, Sequence[str]]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE, padding=0, pad_edge=False)
+    table.add_column("algorithm", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row, cells in rows:
+        table.add_row(row.algorithm, *cells)
+    return table
+
+
+def _times(row: Row, tree_ms: float | None) -> list[str]:
     if row.refused:
-        return [row.algorithm, "refused", *[""] * 7]
-    calls = f"{row.collectives} calls" if row.collectives else str(row.rounds)
+        return ["refused"]
     return [
-        row.algorithm,
         f"{row.median_ms:.2f}",
         f"{100 * (row.p90_ms - row.p10_ms) / row.median_ms:.0f} %",
+        "" if row.forecast_ms is None else f"{row.forecast_ms:.2f}",
         "" if tree_ms is None else f"{row.median_ms / tree_ms:.2f}",
-        calls,
+        f"{row.error:.0e}" if row.error <= row.limit else f"[red]{row.error:.0e} > {row.limit:.0e}[/]",
+    ]
+
+
+def _bytes(row: Row) -> list[str]:
+    return [
+        f"{row.collectives} calls" if row.collectives else str(row.rounds),
         size(row.rank_bytes) if row.as_stated else f"[red]{size(row.rank_bytes)}, not as stated[/]",
         "" if row.paper_bytes is None else size(row.paper_bytes),
-        size(row.peak_bytes),
-        f"{row.error:.0e}" if row.error <= row.limit else f"[red]{row.error:.0e} > {row.limit:.0e}[/]",
+        size(row.memory_bytes),
+        "" if row.paper_memory_bytes is None else size(row.paper_memory_bytes),
     ]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from treeattn.cli.workload import Workload
     from treeattn.clocks import Clock
     from treeattn.comm import TreeComm
+    from treeattn.costs import CostModel
 
 __all__ = ["Row", "Timing", "compare"]
 
@@ -40,14 +41,19 @@ class Row:
         All ranks together, as counted.
     rank_bytes, peak_bytes : int
         Of the busiest rank: what it sends, and its message buffers.
-    paper_bytes : int or None
-        What the paper's formula says that a rank sends, where it has one.
+    memory_bytes : int
+        Of the same: its buffers with its keys, values, queries and result.
+    paper_bytes, paper_memory_bytes : int or None
+        What the paper's formulas say that a rank sends and holds, where it has one.
     as_stated : bool
         Whether the counters equal the plan's, or the baseline's, formula on every rank.
     error, limit : float
         Largest error on any rank against a float64 oracle, and the largest allowed.
     plan : str
         The tree that was used; "" for baselines.
+    kernel_ms, forecast_ms : float or None
+        What the kernel of the tree's slowest rank took by itself, the median; and that with what the plan should take
+        by a model measured on these ranks. None for baselines.
     refused : str
         Why the algorithm does not serve this; "" where it does.
     """
@@ -69,11 +75,15 @@ class Row:
     collectives: int = 0
     rank_bytes: int = 0
     peak_bytes: int = 0
+    memory_bytes: int = 0
     paper_bytes: int | None = None
+    paper_memory_bytes: int | None = None
     as_stated: bool = True
     error: float = 0.0
     limit: float = 0.0
     plan: str = ""
+    kernel_ms: float | None = None
+    forecast_ms: float | None = None
     refused: str = ""
 
     @property
@@ -104,9 +114,17 @@ class Timing:
 
 
 def compare(
-    comm: TreeComm, works: Sequence[Workload], algorithms: Sequence[str], backend: str | None, timing: Timing
+    comm: TreeComm,
+    works: Sequence[Workload],
+    algorithms: Sequence[str],
+    backend: str | None,
+    timing: Timing,
+    model: CostModel | None = None,
 ) -> Iterator[Row]:
-    """Run every algorithm on every workload; collective, and every rank gets the rows."""
+    """Run every algorithm on every workload; collective, and every rank gets the rows.
+
+    The tree's have a forecast where there is a ``model`` of these ranks.
+    """
     for work in works:
         right = _right(comm, work)
         for name in algorithms:
@@ -116,10 +134,14 @@ def compare(
             except InputError as reason:  # on every rank alike
                 yield row(refused=str(reason).partition(" (rank")[0])
             else:
-                yield row(**_measured(comm, found, right, timing), paper_bytes=_paper_bytes(work, name, comm.size))
+                measured = _measured(comm, found, right, timing, model)
+                memory = measured["peak_bytes"] + work.held_bytes(comm.size)
+                yield row(**measured, memory_bytes=memory, **_by_the_paper(work, name, comm.size))
 
 
-def _measured(comm: TreeComm, found: Contender, right: tuple[Array, float], timing: Timing) -> dict[str, Any]:
+def _measured(
+    comm: TreeComm, found: Contender, right: tuple[Array, float], timing: Timing, model: CostModel | None
+) -> dict[str, Any]:
     before = comm.stats
     out = found.step()
     counted, peak = comm.stats - before, comm.usage.peak_bytes
@@ -127,13 +149,14 @@ def _measured(comm: TreeComm, found: Contender, right: tuple[Array, float], timi
         found.step()
     own = {
         "seconds": [_timed(comm, found.step, timing) for _ in range(timing.repeats)],
+        "kernel": [] if found.kernel is None else [_timed(comm, found.kernel, timing) for _ in range(timing.repeats)],
         "counted": asdict(counted),
         "stated": counted == found.stated(),
         "peak": peak,
         "error": float(np.max(np.abs(out.astype(np.float64) - right[0]), initial=0)),
     }
     ranks = comm.consult("a row of the comparison", (), own)
-    return {**_times(ranks), **_counts(ranks), "limit": right[1], "plan": found.plan}
+    return {**_times(ranks), **_forecast(ranks, found, model), **_counts(ranks), "limit": right[1], "plan": found.plan}
 
 
 def _timed(comm: TreeComm, step: Callable[[], Any], timing: Timing) -> float:
@@ -148,9 +171,20 @@ def _timed(comm: TreeComm, step: Callable[[], Any], timing: Timing) -> float:
 
 
 def _times(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    slowest = [1e3 * max(each) for each in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+    slowest = _slowest_ms(ranks, "seconds")
     deciles = statistics.quantiles(slowest * 2, n=10, method="inclusive")  # twice: one repeat is enough
     return {"median_ms": statistics.median(slowest), "p10_ms": deciles[0], "p90_ms": deciles[-1]}
+
+
+def _slowest_ms(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [1e3 * max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)]
+
+
+def _forecast(ranks: Sequence[dict[str, Any]], found: Contender, model: CostModel | None) -> dict[str, float | None]:
+    if model is None or found.exchange_us is None:
+        return {}
+    kernel = statistics.median(_slowest_ms(ranks, "kernel"))
+    return {"kernel_ms": kernel, "forecast_ms": kernel + found.exchange_us(model) / 1e3}
 
 
 def _counts(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -173,8 +207,11 @@ def _right(comm: TreeComm, work: Workload) -> tuple[Array, float]:
     return answer, float(comm.bcast(None if found is None else np.array([found.limit]))[0])
 
 
-def _paper_bytes(work: Workload, name: str, ranks: int) -> int | None:
-    """Bytes that a rank sends by the paper's formula, with d that of the KV heads where keys travel."""
-    if name == "ring":  # 2·b·t·d·p elements with t = N / p: all keys and values
-        return work.kv_bytes
-    return work.paper_bytes(ranks) if name in ("tree", "allreduce3") else None
+def _by_the_paper(work: Workload, name: str, ranks: int) -> dict[str, Any]:
+    """Give what a rank sends and holds by the paper's formulas, with d that of the KV heads where keys are meant."""
+    held = work.held_bytes(ranks)  # 2·b·t·d + 2·b·d elements with t = N / p
+    if name == "ring":  # 2·b·t·d·p and 4·b·t·d + 2·b·d elements
+        return {"paper_bytes": work.kv_bytes, "paper_memory_bytes": held + work.shard_bytes(ranks)}
+    if name in ("tree", "allreduce3"):  # 2 (p - 1) / p (b·d + 2·b·n_h) and 2·b·t·d + 2·b·d + 2·b·n_h elements
+        return {"paper_bytes": work.paper_bytes(ranks), "paper_memory_bytes": held + work.sums_bytes}
+    return {}

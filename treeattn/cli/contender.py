@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import treeattn
 from treeattn.baselines import BASELINES, Baseline, Ulysses
+from treeattn.costs import CostModel, cost
 from treeattn.inputs import Options
 from treeattn.plan import Stats
 
@@ -45,12 +46,18 @@ class Contender:
         What the first step took.
     plan : str
         The tree that it follows, if any.
+    kernel : callable, optional
+        Takes the part of a tree's step that needs no other rank.
+    exchange_us : callable, optional
+        Says what a cost model makes of the rest, in microseconds.
     """
 
     step: Callable[[], Any]
     stated: Callable[[], Stats]
     first: FirstStep
     plan: str = ""
+    kernel: Callable[[], Any] | None = None
+    exchange_us: Callable[[CostModel], float] | None = None
 
 
 def contender(
@@ -71,7 +78,14 @@ def contender(
         first = _first_step(step)  # agrees: later steps send the plan's messages and nothing else
         size, rank = comm.wire_bytes(work.state_shape, work.state_dtype), comm.rank
         plan = comm.plan_for(size, root)
-        return Contender(step, lambda: plan.predict(size).per_rank[rank], first, str(plan))
+        return Contender(
+            step,
+            lambda: plan.predict(size).per_rank[rank],
+            first,
+            str(plan),
+            partial(treeattn.partial_attention, q, k, v, backend=backend, **options),
+            lambda model: cost(plan, size, model).total_us,
+        )
     prepared = baseline.prepare(q, k, v, Options(**options), comm=comm, root=root, backend=backend)
 
     def run() -> Any:

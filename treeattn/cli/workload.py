@@ -130,8 +130,20 @@ class Workload:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V on all ranks together, which a step has to read once."""
-        width = self.head_dim + self.v_head_dim
-        return self.batch * self.kv_heads * self.tokens * width * narrow_dtype(self.dtype).itemsize
+        return self.tokens * self.batch * self.kv_heads * self._row_bytes
+
+    def shard_bytes(self, size: int) -> int:
+        """Bytes of K and V on that of ``size`` ranks which has most."""
+        return self.kv_bytes // max(self.tokens, 1) * -(-self.tokens // size)
+
+    def held_bytes(self, size: int) -> int:
+        """Bytes of K, V, q and the result on that rank."""
+        return self.shard_bytes(size) + self._rows * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a row of k and one of v, or of q and of the result."""
+        return (self.head_dim + self.v_head_dim) * narrow_dtype(self.dtype).itemsize
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
@@ -147,6 +159,11 @@ class Workload:
     def state_bytes(self) -> int:
         """Bytes of one state."""
         return self._rows * (self.v_head_dim + 2) * self._state_itemsize
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of the two numbers of each row that the paper's scheme holds besides the result: 2·b·n_h elements."""
+        return 2 * self._rows * self._state_itemsize
 
     def paper_bytes(self, size: int) -> int:
         """Bytes that each of ``size`` ranks moves in the paper's three all-reduces: 2 (p - 1) / p (b d + 2 b n_h)."""
