@@ -19,7 +19,7 @@ help:
 	@echo "make test        every test"
 	@echo "make test-gpu    the checks that need a card; CUPY=cuda12, cuda13 or rocm installs CuPy"
 	@echo "make gpu-report  all that a card can show, in one run that leaves files in gpu-report; CUPY=... as for test-gpu"
-	@echo "make test-peers  comparisons with torch and transformers, in an environment of their own"
+	@echo "make test-peers  comparisons with torch, JAX and transformers, in an environment of their own"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       a short form of the benchmarks"
 	@echo "make bench-peers the libraries that benchmarks/kernel.py compares with, each in an environment of its own"

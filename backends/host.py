@@ -105,6 +105,6 @@ class StagedOps:
 
 def host_reasons(spec: Spec | None) -> list[str]:
     """Say what keeps a backend that computes in host memory from ``spec``."""
-    if spec is None or spec.home == "numpy":
+    if spec is None or not spec.on_device:
         return []
     return ["q, k and v are on a GPU: copy them to the host, or leave backend= out"]

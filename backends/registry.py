@@ -59,7 +59,7 @@ def find(backend: Any = None, spec: Spec | None = None) -> Backend:
 
 def following(spec: Spec) -> str:
     """Name the backend that a call gets which names none: it follows q."""
-    return DEFAULT if spec.home == "numpy" else "auto"
+    return "auto" if spec.on_device else DEFAULT
 
 
 def notes() -> dict[str, str]:

@@ -132,7 +132,7 @@ WRONG = [
     ("backend", ["cpu"], "backend: expected a name or a Backend object, got list"),
     ("out", zeros(B, HQ, TQ, D), r"out: expected shape \(2, 4, 3, 6\), the output's, got shape \(2, 4, 3, 8\)"),
     ("out", zeros(B, HQ, TQ, DV, dtype=np.float64), "out: expected q's dtype float32, got float64"),
-    ("out", [0.0], "out: expected a NumPy array, got list"),
+    ("out", [0.0], "out: expected a NumPy array or a torch tensor, in host memory, got list"),
     ("out", np.broadcast_to(F32(0), (B, HQ, TQ, DV)), "out: expected an array to write to, got a read-only one"),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.devices import on_device, take, view_as
+from treeattn.devices import DeviceView, on_device, take, view_as
 from treeattn.errors import InputError, MissingDependencyError
 
 __all__ = [
@@ -104,7 +104,12 @@ def _kv_dtype(kv_dtype: Any) -> np.dtype[Any]:
 
 def to_array(name: str, value: Any) -> Any:
     """Take ``value`` as a NumPy array, or as the view that CuPy has of it where it is on a GPU; no copy either way."""
-    return take(name, value) if on_device(value) else to_numpy(name, value)
+    if not on_device(value):
+        return to_numpy(name, value)
+    narrow = _torch_dtype(value)
+    if narrow.startswith("float8"):  # which no other library takes from PyTorch
+        return DeviceView(take(name, _raw(value)), dtype=narrow_dtype(narrow))
+    return take(name, value)
 
 
 def to_numpy(name: str, value: Any) -> Array:
@@ -128,16 +133,20 @@ def to_numpy(name: str, value: Any) -> Array:
 def _imported(value: Any) -> Array:
     if isinstance(value, np.ndarray):
         return np.asarray(value)
-    narrow = str(getattr(value, "dtype", "")).removeprefix("torch.")
-    if narrow in _NARROW and "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
-        return _from_torch(value, narrow)
+    if narrow := _torch_dtype(value):
+        return np.asarray(_raw(value)).view(narrow_dtype(narrow))
     if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
         return np.from_dlpack(value)
     return np.asarray(value)
 
 
-def _from_torch(tensor: Any, name: str) -> Array:
-    """View a tensor of a dtype that NumPy has no name for; who holds one has imported torch already."""
-    dtype = narrow_dtype(name)
-    raw = getattr(sys.modules["torch"], f"uint{8 * dtype.itemsize}")
-    return np.asarray(tensor.view(raw)).view(dtype)
+def _torch_dtype(value: Any) -> str:
+    """Name the dtype of a tensor for which NumPy has no name; else ""."""
+    name = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    known = name in _NARROW and "torch" in sys.modules  # as it is where someone has a tensor
+    return name if known and isinstance(value, sys.modules["torch"].Tensor) else ""
+
+
+def _raw(tensor: Any) -> Any:
+    """View such a tensor as unsigned numbers."""
+    return tensor.view(getattr(sys.modules["torch"], f"uint{8 * tensor.element_size()}"))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from treeattn import storage
 from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_array
 from treeattn.comm import TreeComm, as_tree_comm
+from treeattn.devices import on_device
 from treeattn.distributed import Arguments, Decoding
 from treeattn.errors import InputError
 from treeattn.inputs import Layout, Options, check_flag, check_layout, to_bhtd
@@ -302,8 +303,9 @@ class ShardedKVCache:
 
     def _placed(self, q: Any, q_pos: Any, causal: Any, window: Any) -> dict[str, Any]:
         """Position options; none for one query on the last token, which sees every key there is."""
-        causal = check_flag("causal", causal)
-        shape = to_array("q", q).shape
+        causal, found = check_flag("causal", causal), to_array("q", q)
+        _check_here("q", found)
+        shape = found.shape
         tokens = shape[self.layout.index("t")] if len(shape) == 4 else 1
         if q_pos is None and tokens == 1 and window is None:
             return {}
@@ -323,6 +325,7 @@ class ShardedKVCache:
 
     def _checked(self, name: str, value: Any, width: int) -> Array:
         array = as_array(name, value, FLOAT_DTYPES)
+        _check_here(name, array)
         sizes = {"b": self.batch, "h": self.kv_heads, "t": "tokens", "d": width}
         wanted = tuple(sizes[axis] for axis in self.layout)
         if array.ndim != 4 or any(n != w for n, w in zip(array.shape, wanted, strict=True) if w != "tokens"):
@@ -387,6 +390,11 @@ class ShardedKVCache:
         self._k[:, :, at:end], self._v[:, :, at:end] = cast(k, self.dtype), cast(v, self.dtype)
         self._positions[at:end] = np.arange(part.start, part.stop)
         return end
+
+
+def _check_here(name: str, array: Array) -> None:
+    if on_device(array):
+        raise InputError.of(name, expected="an array in host memory, where this cache is", got="one on a GPU")
 
 
 def _whole(name: str, value: Any) -> int:

@@ -593,7 +593,7 @@ def _with_out(attempt: Attempt, out: Any) -> Attempt:
 def _copied(attempt: Attempt) -> PartialState | None:
     """Give room for a copy of a state that its owner may soon overwrite."""
     state = attempt.state
-    return None if state is None else PartialState(state.ops.empty(state._packed.shape, state.dtype.name), state.ops)
+    return None if state is None else state.like(state.ops.empty(state._packed.shape, state.dtype.name))
 
 
 def _alike(state: PartialState, out: PartialState) -> bool:

@@ -1,4 +1,4 @@
-"""Arrays on a GPU, whoever made them: recognised by protocol, taken without a copy, given back as the caller's kind."""
+"""Arrays of other libraries, on a GPU or not: recognised by protocol, taken without a copy, given back as theirs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,29 @@ import numpy as np
 
 from treeattn.errors import InputError, MissingDependencyError
 
-__all__ = ["DeviceBytes", "DeviceView", "Home", "broadcast", "give", "home_of", "on_device", "take", "view_as"]
+__all__ = [
+    "DeviceBytes",
+    "DeviceView",
+    "Kind",
+    "broadcast",
+    "fetch",
+    "give",
+    "kind_of",
+    "on_device",
+    "take",
+    "view_as",
+]
 
-Home: TypeAlias = Literal["numpy", "cupy", "torch", "jax", "numba", "device"]
-"""Whose array the caller passed, and wants back. "device" is any other with CuPy's attributes."""
+Kind: TypeAlias = Literal["numpy", "cupy", "torch", "jax", "numba", "device"]
+"""Whose array the caller passed, and wants back.
+
+"numpy" is whatever else NumPy can read, "device" any other array on a GPU that has CuPy's attributes.
+"""
 
 CPU_DEVICES = (1, 3, 11)
 """DLPack's numbers of memory that a CPU may touch: plain, and pinned by CUDA or ROCm."""
 
-_PACKAGES: dict[str, Home] = {
+_PACKAGES: dict[str, Kind] = {
     "numpy": "numpy",
     "cupy": "cupy",
     "torch": "torch",
@@ -117,17 +131,22 @@ def on_device(value: Any) -> bool:
         return False
     if isinstance(value, DeviceView):
         return True
-    if hasattr(value, "__cuda_array_interface__"):
-        return True
     where = getattr(value, "__dlpack_device__", None)
-    return where is not None and int(where()[0]) not in CPU_DEVICES
+    if where is None:
+        return hasattr(value, "__cuda_array_interface__")
+    try:
+        return int(where()[0]) not in CPU_DEVICES
+    except (TypeError, ValueError, BufferError, RuntimeError):  # nowhere, as PyTorch's "meta" is: NumPy will say so
+        return False
 
 
-def home_of(value: Any) -> Home:
-    """Tell whose array ``value`` is; anything on the CPU counts as NumPy's."""
-    if not on_device(value):
+def kind_of(value: Any) -> Kind:
+    """Tell whose array ``value`` is, wherever it is."""
+    if isinstance(value, np.ndarray):
         return "numpy"
-    return _PACKAGES.get(type(value).__module__.partition(".")[0], "device")
+    packages = (each.__module__.partition(".")[0] for each in type(value).__mro__)
+    found: Kind = next((_PACKAGES[package] for package in packages if package in _PACKAGES), "device")
+    return found if found in ("torch", "jax") or on_device(value) else "numpy"
 
 
 def take(name: str, value: Any) -> Any:
@@ -140,7 +159,7 @@ def take(name: str, value: Any) -> Any:
     MissingDependencyError
         CuPy is not installed.
     """
-    if home_of(value) in ("cupy", "device"):
+    if kind_of(value) in ("cupy", "device"):
         return value
     cupy = _module("cupy", "arrays on a GPU need CuPy: pip install 'treeattn[cuda12]', [cuda13] or [rocm]")
     try:
@@ -149,15 +168,34 @@ def take(name: str, value: Any) -> Any:
         raise InputError.of(name, expected="an array", got=f"{type(value).__name__} ({error})") from None
 
 
-def give(array: Any, home: Home) -> Any:
-    """Give ``array``, CuPy's, as an array of ``home``, without a copy unless that is NumPy."""
-    if home == "numpy":
-        return array if isinstance(array, np.ndarray) else array.get()
-    if home == "torch":
-        return _module("torch").from_dlpack(array)
-    if home == "jax":
-        return _module("jax").dlpack.from_dlpack(array)
-    return _module("numba.cuda").as_cuda_array(array) if home == "numba" else array
+def fetch(array: Any) -> Any:
+    """Give ``array``, NumPy's or CuPy's, as NumPy's: copied to the host where it is not there."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def give(array: Any, kind: Kind) -> Any:
+    """Give ``array``, NumPy's or CuPy's, as one of ``kind`` in the same memory, and itself where ``kind`` is neither's.
+
+    JAX copies what is in host memory and does not begin on a cache line, or is bfloat16.
+    """
+    if kind == "torch":
+        return _as_torch(array)
+    if kind == "jax":
+        return _as_jax(array)
+    return _module("numba.cuda").as_cuda_array(array) if kind == "numba" else array
+
+
+def _as_torch(array: Any) -> Any:
+    torch = _module("torch")
+    if isinstance(array, np.ndarray) and array.dtype.name == "bfloat16":  # which NumPy does not export
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def _as_jax(array: Any) -> Any:
+    if isinstance(array, np.ndarray) and array.dtype.name == "bfloat16":  # as above
+        return _module("jax.numpy").asarray(array)
+    return _module("jax.dlpack").from_dlpack(array)
 
 
 def _module(name: str, missing: str = "") -> Any:

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from treeattn.agreement import Attempt, Signature
-from treeattn.arrays import to_numpy
+from treeattn.arrays import to_array
 from treeattn.comm import TreeComm, as_tree_comm
-from treeattn.devices import give, on_device
+from treeattn.devices import fetch, on_device
 from treeattn.errors import InputError
 from treeattn.inputs import Options, Spec, resolve
 from treeattn.local import compute_state, deliver
@@ -82,7 +82,7 @@ def decode(
     Returns
     -------
     out : array (B, Hq, Tq, Dv) of q's dtype, in q's layout
-        The same bits on every rank; None on the ranks that are not ``root``.
+        The same bits on every rank, of q's kind, as in `treeattn.attention`; None on the ranks that are not ``root``.
     lse : array (B, Hq, Tq) of the state's dtype
         Only with ``return_lse``; None where ``out`` is.
 
@@ -180,7 +180,7 @@ class Decoding:
         self.comm.check_dtype(spec.state_dtype)
         if self.comm.size > 1 and spec.positional:
             check_positions(options)
-        return sink_logits(self.sink, spec.q_heads, spec.state_dtype)
+        return sink_logits(self.sink, spec.q_heads, spec.state_dtype, spec.on_device)
 
     def _shared(self, q: Any, sink: Any) -> tuple[tuple[str, Any], ...]:
         return (*self.shared, *fingerprints(q, sink))
@@ -267,10 +267,10 @@ def check_positions(options: Options) -> None:
 def fingerprints(q: Any, sink: Any) -> tuple[tuple[str, int], ...]:
     """Digest what must hold the same values on every rank; q only when asked, since it costs a pass."""
     found = []
-    if sink is not None:
+    if sink is not None and not on_device(sink):  # what is on a card is not read for this
         found.append(("sink", _array_digest(sink)))
     if os.environ.get("TREEATTN_CHECK") == "1":
-        found.append(("q", _array_digest(give(q, "numpy") if on_device(q) else to_numpy("q", q))))
+        found.append(("q", _array_digest(fetch(to_array("q", q)))))
     return tuple(found)
 
 

@@ -164,7 +164,7 @@ class Exchange:
         if self.plan.root not in (None, self.transport.rank):
             return None
         if out is None:
-            out = PartialState(state.ops.empty(self.form.shape, self.form.dtype), state.ops)
+            out = state.like(state.ops.empty(self.form.shape, self.form.dtype))
         self._store(out)
         return out
 

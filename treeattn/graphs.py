@@ -91,4 +91,4 @@ def capture(q: Any, k: Any, v: Any, *, kv_len: Any, backend: Any = None, **optio
     packed = found.ops.empty(spec.packed_shape, spec.state_dtype)
     prepared = found.prepare(spec)
     replay = found.runtime.capture(lambda: prepared(args, packed))
-    return CapturedPartial(PartialState(packed, found.ops), replay, args)
+    return CapturedPartial(PartialState(packed, found.ops, spec.kind), replay, args)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import FLOAT_DTYPES, KV_DTYPES, as_array, cast, dtype_name, reinterpret, to_array
-from treeattn.devices import Home, broadcast, home_of, on_device
+from treeattn.devices import Kind, broadcast, kind_of, on_device
 from treeattn.errors import InputError
 from treeattn.positions import Positions, lengths, window_pair
 
@@ -83,7 +83,10 @@ class Spec:
     mask: Literal["bool", "float"] | None = None
     ragged: bool = False
     layout: Layout = "bhtd"
-    home: Home = "numpy"
+    kind: Kind = "numpy"
+    """Whose array q is, and the results are to be."""
+    on_device: bool = False
+    """Whether q, k and v are in memory that the CPU must not touch."""
     whole_kv_heads: int | None = None
     """KV heads of the call that this one is a part of, if it is one."""
 
@@ -162,7 +165,7 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
     InputError
         The first thing that is wrong, beginning with the argument's name.
     """
-    layout, home = check_layout(options.layout), home_of(q)
+    layout, kind = check_layout(options.layout), kind_of(q)
     q = to_bhtd(_four_axes("q", as_array("q", q, FLOAT_DTYPES), layout), layout)
     k = to_bhtd(_four_axes("k", _stored("k", k, options.kv_dtype), layout), layout)
     v = to_bhtd(_four_axes("v", _stored("v", v, options.kv_dtype), layout), layout)
@@ -191,7 +194,8 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
         mask=None if mask is None else "bool" if mask.dtype == bool else "float",
         ragged=kv_len is not None,
         layout=layout,
-        home=home,
+        kind=kind,
+        on_device=on_device(q),
     )
     args = Args(q, k, v, q_pos, kv_pos, kv_len, mask, k_scale, v_scale, k_block, v_block)
     _check_places(args)

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype
+from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_numpy
 from treeattn.backends.base import Backend, Prepared
 from treeattn.backends.registry import find, following
-from treeattn.devices import give
+from treeattn.devices import fetch, give, kind_of, on_device
 from treeattn.errors import InputError
 from treeattn.inputs import Args, Options, Spec, resolve, to_bhtd
 from treeattn.state import PartialState, buffer_for, sink_logits
@@ -41,7 +41,7 @@ def attention(
     layout: str = "bhtd",
     backend: Any = None,
     return_lse: bool = False,
-    out: Array | None = None,
+    out: Any = None,
 ) -> Any:
     """Exact attention of ``q`` over ``k`` and ``v``, all held by this process.
 
@@ -83,16 +83,17 @@ def attention(
     layout : "bhtd" or "bthd"
         Order of the axes of q, k, v and ``out``: (batch, heads, tokens, width) or (batch, tokens, heads, width).
     backend : str or Backend, optional
-        What computes it; the CPU by default.
+        What computes it; by default the CPU, or the card on which q, k and v are.
     return_lse : bool
         Whether ``lse`` is wanted too.
-    out : array, optional
+    out : array in host memory, optional
         Where the output is written: of q's dtype and of the shape that the output has in ``layout``.
 
     Returns
     -------
     out : array (B, Hq, Tq, Dv) of q's dtype, in q's layout
-        A row that sees no key is 0.
+        A row that sees no key is 0. It is of q's kind, as ``lse`` is: NumPy's, CuPy's, a torch tensor, a JAX array or a
+        numba device array, and where q is.
     lse : array (B, Hq, Tq) of float64 if any of q, k, v is, else float32
         Only with ``return_lse``: natural log of the sum of exp of the logits, the sink's included. A row that
         sees no key has -inf, or its sink.
@@ -134,7 +135,7 @@ def attention(
     )
     spec, args = resolve(q, k, v, options)
     _check_out(out, spec)
-    sink = sink_logits(sink, spec.q_heads, spec.state_dtype)
+    sink = sink_logits(sink, spec.q_heads, spec.state_dtype, spec.on_device)
     return deliver(run_backend(spec, args, backend), spec, sink, return_lse, out)
 
 
@@ -176,7 +177,7 @@ def partial_attention(
     -------
     PartialState
         (o, l, m) of shapes (B, Hq, Tq, Dv), (B, Hq, Tq) and (B, Hq, Tq) whatever the layout; float64 if any of
-        q, k, v is, else float32.
+        q, k, v is, else float32. It is where q is, and finishes to arrays of q's kind.
 
     Raises
     ------
@@ -235,7 +236,7 @@ def energy(
     kv_dtype: Any = None,
     layout: str = "bhtd",
     backend: Any = None,
-) -> Array:
+) -> Any:
     """Energy whose gradient is attention: F(zeta) = log sum exp(logit + zeta.v) over the keys.
 
     The logit is that of `attention`, ``scale * q.k`` where no other option is given. The derivative of F in
@@ -255,7 +256,7 @@ def energy(
     Returns
     -------
     array (B, Hq, Tq) of float64 if any of q, k, v is, else float32
-        A row that sees no key has -inf.
+        A row that sees no key has -inf. It is of q's kind.
 
     Raises
     ------
@@ -293,8 +294,7 @@ def energy(
         layout=layout,
     )
     spec, args = resolve(q, k, v, options)
-    found: Array = find(backend, spec).energy(spec, args, _zeta(zeta, spec))
-    return found
+    return give(find(backend, spec).energy(spec, args, _zeta(zeta, spec)), spec.kind)
 
 
 def compute_state(
@@ -305,21 +305,19 @@ def compute_state(
     return spec, run_backend(spec, args, backend, out)
 
 
-def deliver(
-    state: PartialState, spec: Spec, sink: Any = None, return_lse: bool = False, out: Array | None = None
-) -> Any:
-    """Finish the state of all keys and hand over what the caller asked for, in his dtype and layout."""
-    result, lse = state.finish(sink=sink, return_lse=True)
-    if spec.home == "numpy":  # states that a GPU has computed from arrays of the host
-        result, lse = give(result, "numpy"), give(lse, "numpy")
+def deliver(state: PartialState, spec: Spec, sink: Any = None, return_lse: bool = False, out: Any = None) -> Any:
+    """Finish the state of all keys and hand over what the caller asked for, in his dtype, layout and kind."""
+    result, lse = state.ops.finish(state._packed, sink)
+    if not spec.on_device:  # states that a GPU has computed from arrays of the host
+        result, lse = fetch(result), fetch(lse)
     result = to_bhtd(result, spec.layout)
     if out is None:
-        out = cast(result, narrow_dtype(spec.q_dtype))
-        out = np.ascontiguousarray(out) if isinstance(out, np.ndarray) else out
+        result = cast(result, narrow_dtype(spec.q_dtype))
+        out = give(np.ascontiguousarray(result) if isinstance(result, np.ndarray) else result, spec.kind)
     else:
-        out[...] = cast(result, out.dtype)
-    out = give(out, spec.home)
-    return (out, give(lse, spec.home)) if return_lse else out
+        room = _writable(out)
+        room[...] = cast(result, room.dtype)
+    return (out, give(lse, spec.kind)) if return_lse else out
 
 
 def backend_of(spec: Spec, backend: Any) -> Backend:
@@ -332,7 +330,7 @@ def run_backend(spec: Spec, args: Args, backend: Any, out: PartialState | None =
     found = backend_of(spec, backend)
     packed = buffer_for(out, spec.packed_shape, spec.state_dtype, found.ops)
     _prepared(found, spec)(args, packed)
-    return PartialState(packed, found.ops) if out is None else out
+    return PartialState(packed, found.ops, spec.kind) if out is None else out
 
 
 @lru_cache(maxsize=256)
@@ -341,23 +339,35 @@ def _prepared(backend: Backend, spec: Spec) -> Prepared:
     return find(backend, spec).prepare(spec)
 
 
+def _writable(out: Any) -> Array:
+    """View ``out`` as NumPy does."""
+    if isinstance(out, np.ndarray):
+        return out
+    if kind_of(out) == "numpy" or on_device(out):
+        expected = "a NumPy array or a torch tensor, in host memory"
+        raise InputError.of("out", expected=expected, got=type(out).__name__)
+    return to_numpy("out", out)
+
+
 def _check_out(out: Any, spec: Spec) -> None:
     if out is None:
         return
-    if not isinstance(out, np.ndarray):
-        raise InputError.of("out", expected="a NumPy array", got=type(out).__name__)
+    room = _writable(out)
     shape = (spec.batch, spec.q_heads, spec.q_tokens, spec.v_head_dim)
-    if out.ndim != 4 or to_bhtd(out, spec.layout).shape != shape:
+    if room.ndim != 4 or to_bhtd(room, spec.layout).shape != shape:
         expected = shape if spec.layout == "bhtd" else (shape[0], shape[2], shape[1], shape[3])
-        raise InputError.of("out", expected=f"shape {expected}, the output's", got=f"shape {out.shape}")
-    if out.dtype.name != spec.q_dtype:
-        raise InputError.of("out", expected=f"q's dtype {spec.q_dtype}", got=out.dtype)
-    if not out.flags.writeable:
+        raise InputError.of("out", expected=f"shape {expected}, the output's", got=f"shape {room.shape}")
+    if room.dtype.name != spec.q_dtype:
+        raise InputError.of("out", expected=f"q's dtype {spec.q_dtype}", got=room.dtype)
+    if not room.flags.writeable:
         raise InputError.of("out", expected="an array to write to", got="a read-only one")
 
 
 def _zeta(zeta: Any, spec: Spec) -> Array:
-    array = cast(as_array("zeta", zeta, FLOAT_DTYPES), spec.state_dtype)
+    array = as_array("zeta", zeta, FLOAT_DTYPES)
+    if on_device(array) and not spec.on_device:
+        raise InputError.of("zeta", expected="an array in host memory, as q is", got="one on a GPU")
+    array = cast(array, spec.state_dtype)
     shape = (spec.batch, spec.q_heads, spec.q_tokens, spec.v_head_dim)
     try:
         return np.broadcast_to(array, shape)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_numpy
+from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_array, to_numpy
+from treeattn.devices import Kind, give, kind_of, on_device
 from treeattn.errors import InputError
 
 if TYPE_CHECKING:
@@ -75,11 +76,14 @@ class PartialState:
         The state's one buffer. It is not copied.
     ops : StateOps
         The backend's operations on it.
+    kind : str, optional
+        Whose arrays `finish` and `to_lse` give, "torch" or "jax" for instance; by default those of the backend.
 
     Notes
     -----
-    States are immutable: every operation gives a new one, and the arrays ``o``, ``l`` and ``m`` are read-only
-    views. Source: arXiv 2408.04093, section 3 (the merge is the associative reduction of Algorithm 1).
+    States are immutable: every operation gives a new one, and the arrays ``o``, ``l`` and ``m``, the backend's
+    whatever the ``kind``, are read-only views. Source: arXiv 2408.04093, section 3 (the merge is the associative
+    reduction of Algorithm 1).
 
     Examples
     --------
@@ -92,11 +96,12 @@ class PartialState:
     True
     """
 
-    __slots__ = ("_packed", "ops")
+    __slots__ = ("_packed", "kind", "ops")
 
-    def __init__(self, packed: Array, ops: StateOps) -> None:
+    def __init__(self, packed: Array, ops: StateOps, kind: Kind = "numpy") -> None:
         self._packed = packed
         self.ops = ops
+        self.kind = kind
 
     @property
     def packed(self) -> Array:
@@ -166,6 +171,10 @@ class PartialState:
         ops.fill_identity(packed)
         return cls(packed, ops)
 
+    def like(self, packed: Array) -> PartialState:
+        """Make a state of ``packed``, of this one's backend and kind."""
+        return PartialState(packed, self.ops, self.kind)
+
     def merge(self, other: PartialState) -> PartialState:
         """Merge with the state of other keys; see `treeattn.merge`."""
         return merge((self, other))
@@ -190,10 +199,12 @@ class PartialState:
             Only with ``return_lse``: log of the sum of exp of the logits, natural base, with the sink in it.
             A row that saw no key has -inf, or the sink.
         """
-        out, lse = self.ops.finish(self._packed, sink_logits(sink, self.shape[1], self.dtype.name))
+        there = not isinstance(self._packed, np.ndarray)
+        out, lse = self.ops.finish(self._packed, sink_logits(sink, self.shape[1], self.dtype.name, there))
         if dtype is not None:
             out = cast(out, _out_dtype(dtype))
-        return (out, lse) if return_lse else out
+        out = give(out, self.kind)
+        return (out, give(lse, self.kind)) if return_lse else out
 
     def to_lse(self, *, base: Any) -> tuple[Array, Array]:
         """Export as (out, lse), the form that other engines exchange.
@@ -204,7 +215,7 @@ class PartialState:
             Base of the logarithm that the receiver expects. There is no default: guessing it wrong is silent.
         """
         out, lse = self.ops.finish(self._packed, None)
-        return out, lse / lse.dtype.type(_log_of_base(base))
+        return give(out, self.kind), give(lse / lse.dtype.type(_log_of_base(base)), self.kind)
 
     @classmethod
     def from_lse(cls, out: Any, lse: Any, *, base: Any) -> PartialState:
@@ -219,7 +230,7 @@ class PartialState:
         base : "e" or 2
             Base of the logarithm in ``lse``.
         """
-        out, lse = _host_floats("out", out), _host_floats("lse", lse)
+        kind, out, lse = kind_of(out), _host_floats("out", out), _host_floats("lse", lse)
         dtype = "float64" if np.float64 in (out.dtype, lse.dtype) else "float32"
         if out.ndim != 4:
             expected = "four axes (batch, query heads, query tokens, width)"
@@ -232,7 +243,7 @@ class PartialState:
         seen = m != -math.inf
         packed[..., :-2] = np.where(seen[..., None], out, 0)
         packed[..., -2], packed[..., -1] = np.where(m < math.inf, seen, math.nan), m
-        return cls(packed, ops)
+        return cls(packed, ops, kind)
 
 
 def merge(states: Iterable[PartialState], *, out: PartialState | None = None) -> PartialState:
@@ -262,7 +273,9 @@ def merge(states: Iterable[PartialState], *, out: PartialState | None = None) ->
     first = states[0]
     packed = buffer_for(out, first._packed.shape, first.dtype.name, first.ops)
     first.ops.merge(packed, [state._packed for state in states])
-    return PartialState(packed, first.ops) if out is None else out
+    if out is not None:
+        return out
+    return PartialState(packed, first.ops, next((each.kind for each in states if each.kind != "numpy"), "numpy"))
 
 
 def _listed(states: Any) -> list[PartialState]:
@@ -354,16 +367,19 @@ def _out_dtype(dtype: Any) -> np.dtype[Any]:
     return narrow_dtype(name)
 
 
-def sink_logits(sink: Any, heads: int, dtype: str) -> Array | None:
-    """Check ``sink`` (Hq,) and give it as ``dtype``."""
+def sink_logits(sink: Any, heads: int, dtype: str, there: bool) -> Array | None:
+    """Check ``sink`` (Hq,), which may be on a device only if states are (``there``), and give it as ``dtype``."""
     if sink is None:
         return None
-    array = to_numpy("sink", sink)
+    array = to_array("sink", sink)
+    if on_device(array) and not there:
+        raise InputError.of("sink", expected="an array in host memory, as q is", got="one on a GPU")
     if array.shape != (heads,):
         raise InputError.of("sink", expected=f"shape ({heads},), one logit per query head", got=f"shape {array.shape}")
     if array.dtype.kind != "i":
         array = as_array("sink", array, FLOAT_DTYPES)
-    return np.ascontiguousarray(cast(array, dtype))
+    array = cast(array, dtype)
+    return array if on_device(array) else np.ascontiguousarray(array)
 
 
 def _log_of_base(base: Any) -> float:

@@ -91,7 +91,7 @@ class Swap:
         if guard.reason is not None or not guard.lock.acquire(False):
             return None
         try:
-            merged = PartialState(np.empty(self._shape, self._dtype), self._ops) if out is None else out
+            merged: PartialState = state.like(np.empty(self._shape, self._dtype)) if out is None else out
             self._check[0] = 0 if attempt is None else attempt.check
             channel.step = step = channel.step + 1
             use = self._window.use + 1

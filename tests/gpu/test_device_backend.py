@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from treeattn.backends import cupy_runtime, registry
 from treeattn.backends.auto import AutoBackend
 from treeattn.errors import BackendError, InputError
 from treeattn.inputs import Options, resolve
-from treeattn.testing import BackendConformance
+from treeattn.testing import BackendConformance, run_ranks
 from treeattn.testing.oracle import assert_attention
 
 HERE = Path(__file__).parent
@@ -90,6 +91,92 @@ def test_a_repeated_call_allocates_nothing_so_that_a_graph_may_capture_it(backen
     used, copies = card.used, card.copies
     assert treeattn.partial_attention(*there, kv_len=lengths, backend=backend, out=state) is state
     assert (card.used, card.copies) == (used, copies)
+
+
+class Tensor:
+    """As much of a torch tensor on a card as is asked of it."""
+
+    __module__ = "torch"
+
+    def __init__(self, array: FaultingArray) -> None:
+        self.array, self.dtype, self.shape = array, array.dtype, array.shape
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, **_: Any) -> FaultingArray:
+        return self.array
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for CuPy and torch, which hand arrays to each other by DLPack."""
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(from_dlpack=lambda array: array.__dlpack__()))
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(from_dlpack=Tensor, Tensor=Tensor))
+
+
+@pytest.mark.usefixtures("libraries")
+def test_tensors_on_the_card_give_tensors_on_the_card(backend: Any, card: FakeCard) -> None:
+    q, k, v = inputs()
+    sink = np.arange(4, dtype=np.float32)
+    there, on_there = [Tensor(array) for array in on_card(card, q, k, v)], Tensor(card.upload(sink))
+    state = treeattn.partial_attention(*there, backend=backend)
+    for found in (
+        treeattn.attention(*there, sink=on_there, backend=backend, return_lse=True),
+        treeattn.decode(*there, comm=None, sink=sink, backend=backend, return_lse=True),
+        state.finish(sink=on_there, return_lse=True),
+        treeattn.merge([treeattn.PartialState.identity(state.shape, backend=backend), state]).finish(
+            sink=sink, return_lse=True
+        ),
+    ):
+        assert [type(each) for each in found] == [Tensor, Tensor]
+        assert_attention(tuple(each.array.get() for each in found), q, k, v, sink=sink)
+
+
+@pytest.mark.usefixtures("libraries")
+def test_what_would_mix_card_and_host_is_refused_by_name(card: FakeCard) -> None:
+    q, k, v = inputs()
+    there, zeta = Tensor(card.upload(np.zeros(4, np.float32))), Tensor(card.upload(q))
+    for refused in (
+        lambda: treeattn.attention(q, k, v, sink=there),
+        lambda: treeattn.decode(q, k, v, comm=None, sink=there),
+        lambda: treeattn.partial_attention(q, k, v).finish(sink=there),
+    ):
+        with pytest.raises(InputError, match=r"^sink: expected an array in host memory, as q is, got one on a GPU"):
+            refused()
+    with pytest.raises(InputError, match=r"^zeta: expected an array in host memory, as q is"):
+        treeattn.energy(q, k, v, zeta)
+    with pytest.raises(InputError, match=r"^out: expected a NumPy array or a torch tensor, in host memory, got Tensor"):
+        treeattn.attention(q, k, v, out=zeta)
+    cache = treeattn.ShardedKVCache(None, batch=1, kv_heads=2, head_dim=16, capacity=64)
+    with pytest.raises(
+        InputError, match=r"^k: expected an array in host memory, where this cache is, got one on a GPU"
+    ):
+        cache.append(Tensor(card.upload(k)), v)
+    cache.append(k, v)
+    with pytest.raises(
+        InputError, match=r"^q: expected an array in host memory, where this cache is, got one on a GPU"
+    ):
+        cache.decode(zeta)
+
+
+@pytest.mark.usefixtures("libraries")
+def test_q_on_the_card_is_compared_over_ranks_where_that_is_asked(
+    backend: Any, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREEATTN_CHECK", "1")
+    q, k, v = inputs()
+
+    def body(transport: Any) -> str:
+        with treeattn.TreeComm(transport) as comm:
+            mine = q + transport.rank
+            with pytest.raises(InputError) as caught:
+                treeattn.decode(*map(Tensor, on_card(card, mine, k, v)), comm=comm, backend=backend)
+            return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert first.startswith("q: ")
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])

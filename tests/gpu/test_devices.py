@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fake_card import FakeCard
 
-from treeattn.devices import DeviceView, broadcast, give, home_of, on_device, take
+from treeattn.devices import DeviceView, broadcast, give, kind_of, on_device, take
 from treeattn.errors import InputError, MissingDependencyError
 
 
@@ -29,23 +29,25 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, function in (("cupy", "from_dlpack"), ("torch", "from_dlpack"), ("numba.cuda", "as_cuda_array")):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{function: named(f"{module}.{function}")}))
-    dlpack = types.SimpleNamespace(from_dlpack=named("jax.dlpack.from_dlpack"))
-    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(dlpack=dlpack))
+    monkeypatch.setitem(sys.modules, "jax.dlpack", types.SimpleNamespace(from_dlpack=named("jax.dlpack.from_dlpack")))
 
 
 @pytest.mark.parametrize(
-    ("module", "home"),
+    ("module", "kind"),
     [("cupy._core", "cupy"), ("torch", "torch"), ("jaxlib.xla", "jax"), ("numba.cuda", "numba"), ("mine", "device")],
 )
-def test_the_maker_of_an_array_is_known_by_its_module(module: str, home: str) -> None:
-    assert home_of(foreign(module)) == home
+def test_the_maker_of_an_array_is_known_by_its_module(module: str, kind: str) -> None:
+    array = foreign(module)
+    assert kind_of(array) == kind
+    assert kind_of(type("Mine", (type(array),), {"__module__": "elsewhere"})()) == kind
 
 
 @pytest.mark.parametrize("device", [1, 3, 11])
 def test_memory_that_the_cpu_may_touch_is_the_hosts(device: int) -> None:
-    array = foreign("torch", device)
-    assert not on_device(array)
-    assert home_of(array) == home_of(np.ones(1)) == home_of([1.0]) == "numpy"
+    assert not on_device(foreign("torch", device))
+    assert kind_of(foreign("torch", device)) == "torch"
+    for array in (foreign("numba.cuda", device), foreign("mine", device), np.ones(1), [1.0]):
+        assert kind_of(array) == "numpy"
 
 
 @pytest.mark.usefixtures("libraries")

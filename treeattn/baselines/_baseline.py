@@ -266,7 +266,7 @@ class Baseline(ABC):
         backend = find(following(spec) if backend is None else backend, spec)
         if reason := self.refusal(spec, comm.size):
             raise reason
-        sink = sink_logits(sink, spec.q_heads, spec.state_dtype)
+        sink = sink_logits(sink, spec.q_heads, spec.state_dtype, spec.on_device)
         fields = agreed_fields(spec) if same else _fields_of_spread(spec)
         shared = fingerprints(q, sink) if same else fingerprints(None, sink)[:1]
         state = (("root", root), ("dtype of the state", spec.state_dtype))

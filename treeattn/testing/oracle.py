@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import narrow_dtype
-from treeattn.devices import give, on_device
+from treeattn.arrays import narrow_dtype, to_numpy
+from treeattn.devices import fetch, on_device
 from treeattn.inputs import Args, Options, Spec, resolve, to_bhtd
 from treeattn.kernels import plain, reference
 
@@ -91,7 +91,7 @@ def assert_close(got: Any, right: Any, limit: float, what: str = "out") -> None:
 
 def on_host(array: Any) -> Array:
     """Give what a backend computed as a NumPy array, copied from its card where it is on one."""
-    found: Array = np.asarray(give(array, "numpy") if on_device(array) else array)
+    found: Array = fetch(array) if on_device(array) else to_numpy("array", array)
     return found
 
 

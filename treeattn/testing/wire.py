@@ -34,7 +34,7 @@ def over_the_wire(states: Nested) -> PartialState:
     while not isinstance(first, PartialState):
         first = first[0]
     form = WireForm(first._packed.shape, first.dtype.name)
-    merged = PartialState(first.ops.empty(form.shape, form.dtype), first.ops)
+    merged = first.like(first.ops.empty(form.shape, form.dtype))
     first.ops.prepare_unpack(_rows(states, form), form)(merged._packed)
     return merged
 
