@@ -51,9 +51,9 @@ class Row:
         Largest error on any rank against a float64 oracle, and the largest allowed.
     plan : str
         The tree that was used; "" for baselines.
-    kernel_ms, forecast_ms : float or None
-        What the kernel of the tree's slowest rank took by itself, the median; and that with what the plan should take
-        by a model measured on these ranks. None for baselines.
+    alone_ms, forecast_ms : float or None
+        What a shard took without an exchange on the tree's slowest rank, the median; and that with what the plan
+        should take by a model measured on these ranks. None for baselines.
     refused : str
         Why the algorithm does not serve this; "" where it does.
     """
@@ -82,7 +82,7 @@ class Row:
     error: float = 0.0
     limit: float = 0.0
     plan: str = ""
-    kernel_ms: float | None = None
+    alone_ms: float | None = None
     forecast_ms: float | None = None
     refused: str = ""
 
@@ -149,7 +149,7 @@ def _measured(
         found.step()
     own = {
         "seconds": [_timed(comm, found.step, timing) for _ in range(timing.repeats)],
-        "kernel": [] if found.kernel is None else [_timed(comm, found.kernel, timing) for _ in range(timing.repeats)],
+        "alone": [] if found.alone is None else [_timed(comm, found.alone, timing) for _ in range(timing.repeats)],
         "counted": asdict(counted),
         "stated": counted == found.stated(),
         "peak": peak,
@@ -183,8 +183,8 @@ def _slowest_ms(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
 def _forecast(ranks: Sequence[dict[str, Any]], found: Contender, model: CostModel | None) -> dict[str, float | None]:
     if model is None or found.exchange_us is None:
         return {}
-    kernel = statistics.median(_slowest_ms(ranks, "kernel"))
-    return {"kernel_ms": kernel, "forecast_ms": kernel + found.exchange_us(model) / 1e3}
+    alone = statistics.median(_slowest_ms(ranks, "alone"))
+    return {"alone_ms": alone, "forecast_ms": alone + found.exchange_us(model) / 1e3}
 
 
 def _counts(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Contender:
         What the first step took.
     plan : str
         The tree that it follows, if any.
-    kernel : callable, optional
-        Takes the part of a tree's step that needs no other rank.
+    alone : callable, optional
+        Attends to the shard as if there were no other rank: what a tree's step is without its exchange.
     exchange_us : callable, optional
         Says what a cost model makes of the rest, in microseconds.
     """
@@ -56,7 +56,7 @@ class Contender:
     stated: Callable[[], Stats]
     first: FirstStep
     plan: str = ""
-    kernel: Callable[[], Any] | None = None
+    alone: Callable[[], Any] | None = None
     exchange_us: Callable[[CostModel], float] | None = None
 
 
@@ -83,7 +83,7 @@ def contender(
             lambda: plan.predict(size).per_rank[rank],
             first,
             str(plan),
-            partial(treeattn.partial_attention, q, k, v, backend=backend, **options),
+            partial(treeattn.attention, q, k, v, backend=backend, **options),
             lambda model: cost(plan, size, model).total_us,
         )
     prepared = baseline.prepare(q, k, v, Options(**options), comm=comm, root=root, backend=backend)
