@@ -2,35 +2,34 @@
 
     python benchmarks/gpu.py [--keys N ...] [--json FILE]
 
-Per context length: device time of the local part (one launch), its share of the rate at which a plain reduction reads
-the same bytes in the same minute, and the error against float64 in the first KV head. K and V are rotated so that
-no call finds them in the L2 cache.
+bfloat16, 8 KV heads for 32 query heads, D = 128, one query. Per context length: device time of the local part (one
+launch), the same replayed from a graph, its share of the rate at which a plain kernel reads the same bytes in the same
+minute, and the error against float64 in the first KV head. K and V are rotated so that no call finds them in the L2
+cache. The fewest keys show what a launch costs at all.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_timing import COLD_BYTES, best_read, microseconds, normal, report
 
 import treeattn
 from treeattn.backends import registry
-from treeattn.backends.base import Backend
+from treeattn.devices import fetch
+from treeattn.graphs import capture
 from treeattn.testing.oracle import dense
 
 KV_HEADS, GROUP, WIDTH = 8, 4, 128
-COLD_BYTES = 2**30
-"""Bytes between two uses of the same keys: several times the largest L2 cache."""
-
-REPEATS = 50
+KEYS = (128, 4096, 32768, 131072, 524288)
 
 
-def the_backend() -> Backend:
+def the_backend() -> Any:
     """Give the backend of the card that is here, or end with the reasons why there is none."""
     reasons = {name: registry.load(name).reasons() for name in ("nvidia", "amd")}
     for name, found in reasons.items():
@@ -39,41 +38,49 @@ def the_backend() -> Backend:
     raise SystemExit("\n".join(f"{name}: {'; '.join(found)}" for name, found in reasons.items()))
 
 
-def microseconds(cupy: Any, calls: list[Callable[[], object]]) -> float:
-    """Median device time of one call, each timed by events on the current stream."""
-    for call in calls:
-        call()
-    times = []
-    for i in range(REPEATS):
-        start, end = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record()
-        calls[i % len(calls)]()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * cupy.cuda.get_elapsed_time(start, end))
-    return float(np.median(times))
+def bytes_read(keys: int) -> int:
+    """Bytes of K and V."""
+    return 2 * 2 * KV_HEADS * keys * WIDTH
 
 
-def measure(backend: Backend, keys: int) -> dict[str, float]:
+def inputs(cupy: Any, keys: int) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Give q, and so many caches that each has left the card's own cache when its turn comes again."""
+    shape, count = (1, KV_HEADS, keys, WIDTH), max(2, -(-COLD_BYTES // bytes_read(keys)))
+    caches = [(normal(cupy, shape), normal(cupy, shape)) for _ in range(min(count, 64))]
+    return normal(cupy, (1, KV_HEADS * GROUP, 1, WIDTH)), caches
+
+
+def error_of(out: Any, q: Any, k: Any, v: Any) -> float:
+    """Largest error in the first KV head, relative to the largest element; ``out`` is NumPy's, (1, heads, 1, width)."""
+    first = [fetch(array[:, :heads]).astype(np.float32) for array, heads in ((q, GROUP), (k, 1), (v, 1))]
+    right = dense(*first).out
+    return float(np.abs(out[:, :GROUP].astype(np.float64) - right).max() / np.abs(right).max())
+
+
+def measure(backend: Any, keys: int) -> dict[str, Any]:
     """Time one context length."""
     cupy = importlib.import_module("cupy")
-    dtype = importlib.import_module("ml_dtypes").bfloat16
-    shape = (1, KV_HEADS, keys, WIDTH)
-    size = 2 * int(np.prod(shape)) * 2
-    q = cupy.random.standard_normal((1, KV_HEADS * GROUP, 1, WIDTH), dtype="float32").astype(dtype)
-    caches = [
-        [cupy.random.standard_normal(shape, dtype="float32").astype(dtype) for _ in "kv"]
-        for _ in range(max(2, -(-COLD_BYTES // size)))
-    ]
+    q, caches = inputs(cupy, keys)
     state = treeattn.partial_attention(q, *caches[0], backend=backend)
-    ours = [lambda k=k, v=v: treeattn.partial_attention(q, k, v, backend=backend, out=state) for k, v in caches]
-    reads = [lambda k=k, v=v: (k.view("uint32").max(), v.view("uint32").max()) for k, v in caches]
-    took, read = microseconds(cupy, ours), microseconds(cupy, reads)
-    k, v = (array[:, :1].get() for array in caches[0])
-    out = treeattn.partial_attention(q, *caches[0], backend=backend).finish().get()[:, :GROUP]
-    right = dense(q[:, :GROUP].get().astype(np.float32), k, v).out
-    error = float(np.abs(out - right).max() / np.abs(right).max())
-    return {"keys": keys, "us": took, "TB/s": size / took / 1e6, "share of read": read / took, "error": error}
+    took = microseconds(
+        cupy, [lambda k=k, v=v: treeattn.partial_attention(q, k, v, backend=backend, out=state) for k, v in caches]
+    )
+    read = best_read(cupy, caches, backend.runtime.multiprocessors)
+    lengths = cupy.full(1, keys, "int64")
+    replays: list[Any] = [capture(q, k, v, kv_len=lengths, backend=backend) for k, v in caches[:8]]
+    row = {"keys": keys, "us": took, "us from a graph": microseconds(cupy, replays), "us of a read": read}
+    out = fetch(treeattn.partial_attention(q, *caches[0], backend=backend).finish())
+    rates = {"TB/s": bytes_read(keys) / took / 1e6, "share of read": read / took}
+    return {**row, **rates, "error": error_of(out, q, *caches[0])}
+
+
+def rows(backend: Any, lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """Measure each length, whatever becomes of the others."""
+    for keys in lengths:
+        try:
+            yield measure(backend, keys)
+        except Exception as error:  # whatever a driver throws, the other lengths are still worth knowing
+            yield {"keys": keys, "failed": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
@@ -81,12 +88,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, action="append", help="keys in the cache; may be repeated")
     parser.add_argument("--json", type=Path, help="write the table to this file too")
     arguments = parser.parse_args()
-    backend = the_backend()
-    rows = [measure(backend, keys) for keys in arguments.keys or (128, 4096, 32768, 131072, 524288)]
-    for row in rows:
-        print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    report(rows(the_backend(), tuple(arguments.keys or KEYS)), arguments.json)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,59 @@ def test_arrays_of_the_card_stay_there() -> None:
     assert_attention((out.get(), lse.get()), *arrays)
 
 
+def torch_on_card() -> Any:
+    the_backend()
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no card")
+    return torch
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tensors_come_and_go_without_a_copy_and_in_the_order_of_their_stream(dtype: str) -> None:
+    torch = torch_on_card()
+    arrays = [np.asarray(array, np.float32) for array in bfloat16_inputs(4000)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        late = torch.ones(8192, 8192, device="cuda")
+        for _ in range(20):  # so that who doesn't wait for this stream reads what is not there yet
+            late = late @ late * 1e-4
+        there = [torch.from_numpy(array).cuda().to(getattr(torch, dtype)) * late[0, 0].isfinite() for array in arrays]
+        out, lse = treeattn.attention(*there, return_lse=True)
+        after = out.float() * 1, lse * 1
+    stream.synchronize()
+    assert (out.device.type, str(out.dtype), str(lse.dtype)) == ("cuda", f"torch.{dtype}", "torch.float32")
+    rounded = [each.float().cpu().numpy() for each in there]
+    right, limit = dense(*rounded), {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
+    assert np.abs(after[0].cpu().numpy() - right.out).max() <= limit * np.abs(right.out).max()
+    assert np.abs(after[1].cpu().numpy() - right.lse).max() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_eight_bit_tensors_are_taken_as_they_are(dtype: str) -> None:
+    torch = torch_on_card()
+    q, k, v = (torch.from_numpy(np.asarray(array, np.float32)).cuda() for array in bfloat16_inputs(500))
+    k, v = (array.to(getattr(torch, dtype)) for array in (k, v))
+    out = treeattn.attention(q, k, v)
+    right = dense(*(array.float().cpu().numpy() for array in (q, k, v))).out
+    assert np.abs(out.cpu().numpy() - right).max() <= 1e-5 * np.abs(right).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_jax_arrays_come_and_go(dtype: str) -> None:
+    the_backend()
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    if jax.default_backend() == "cpu":
+        pytest.skip("this jax has no card")
+    there = [jax.numpy.asarray(np.asarray(array, np.float32)).astype(dtype) for array in bfloat16_inputs(500)]
+    out, lse = treeattn.attention(*there, return_lse=True)
+    assert isinstance(out, jax.Array)
+    assert (out.devices(), out.dtype, lse.dtype) == (there[0].devices(), there[0].dtype, np.float32)
+    right = dense(*(np.asarray(array).astype(np.float32) for array in there))
+    limit = 1e-5 if dtype == "float32" else 2**-7
+    assert np.abs(np.asarray(out).astype(np.float32) - right.out).max() <= limit * np.abs(right.out).max()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_that_share_a_card_end_with_the_same_bits(mpirun: Any, ranks: int) -> None:
     the_backend()
