@@ -26,7 +26,7 @@ def samples_of(way, link, partners, *, crowd=1):
     """What a link's own formula says of the probes: every size with one partner, two sizes with many."""
     sizes = [32, RECORD, 2 * RECORD, 4 * RECORD]
     kinds = [(1, size, 1) for size in sizes] + [(partners, size, 1) for size in sizes[:2] if partners > 1]
-    kinds += [(1, RECORD, crowd)] * (crowd > 1)
+    kinds += [(partners, RECORD, crowd)] * (crowd > 1)
     for many, size, leaders in kinds:
         share = leaders / min(leaders, link.lanes or leaders)
         moving = many * (2 * link.gap_us + link.transfer_us(size)) * share
@@ -57,11 +57,12 @@ def test_a_link_is_found_in_the_times_that_it_takes(alpha, rate, gap, partners, 
     assert (found.inside, found.window) == (DEFAULT_MODEL.inside, DEFAULT_MODEL.window)
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 4, None])
-def test_what_all_ranks_of_a_host_take_at_once_tells_how_many_can(lanes):
+@pytest.mark.parametrize("partners", [1, 7])
+@pytest.mark.parametrize("lanes", [1, 1.5, 2, 4, None])
+def test_what_all_ranks_of_a_host_take_at_once_tells_how_many_can(lanes, partners):
     link = Link(50.0, 1.0, "measured", lanes=lanes)
-    expected = None if lanes == 4 else lanes
-    assert fit(list(samples_of("between", link, 1, crowd=4)), 10.0).between.lanes == expected
+    found = fit(list(samples_of("between", link, partners, crowd=4)), 10.0).between.lanes or 4
+    assert found == pytest.approx(lanes or 4, rel=1e-4)
 
 
 def test_a_window_is_half_of_up_and_down():
@@ -100,7 +101,7 @@ def test_auto_measures_once_and_all_ranks_have_the_same_model():
     model = found[0][1].model
     assert cost(plan_allreduce(hosts), 16640, model).terms.total > 5e3, "a delay at least"
     ways = {(each.way, each.partners, each.leaders) for each in found[0][1].samples}
-    assert ways == {("inside", 1, 1), ("between", 1, 1), ("between", 2, 1), ("between", 1, 2)}
+    assert ways == {("inside", 1, 1), ("around", 2, 1), ("between", 1, 1), ("between", 2, 1), ("between", 2, 2)}
     assert all(0 < each.p50_us <= each.p99_us for each in found[0][1].samples)
 
 

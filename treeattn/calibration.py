@@ -8,7 +8,7 @@ it is a round up and one down. The model is fitted to medians; what the 99th per
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -46,11 +46,14 @@ FIRST = 3
 MOST_PARTNERS = 15
 """Most partners of a probe."""
 
+MOST_ROUNDS = 3
+"""Rounds of a probe, at most."""
+
+SHORTEST = 1e-3
+"""Microseconds that a probe takes, at least."""
+
 STEP = 0.3
 """A message that takes longer than its bytes explain, by this share of a latency, has met another protocol."""
-
-CROWDED = 1.25
-"""Where all ranks of a host at once take longer than one by this factor, they share lanes."""
 
 MERGED = 8
 """States of the merge that is timed."""
@@ -63,15 +66,15 @@ class Sample:
     Parameters
     ----------
     way : str
-        "inside", "window", "rack" or "between".
+        "inside", "window", "rack" or "between"; "around" is headers to leaders and back, by messages inside hosts.
     partners : int
-        Messages that each rank sends and receives; in a window, ranks of the largest host.
+        Messages that each rank sends and receives; in a window, and around, ranks of the largest host.
     nbytes : int
         Of each message.
     leaders : int
         Ranks of a host that do so at once.
     p50_us, p99_us : float
-        Median and 99th percentile over repeats, of the slowest rank.
+        Median and 99th percentile over repeats, of the slowest rank; without what comes around.
     """
 
     way: str
@@ -108,9 +111,19 @@ class _Probe:
     leaders: int
     rounds: tuple[Round, ...]
 
+    @property
+    def is_around(self) -> bool:
+        """Whether it is what comes around others: headers to leaders and back."""
+        return self.slots == 0 and self.way in ("window", "around")
+
+    @property
+    def has_around(self) -> bool:
+        """Whether headers go to leaders before, and back after, what it measures."""
+        return self.way in ("rack", "between") and len(self.rounds) > 1
+
     def plan(self, hosts: tuple[str, ...], number: int) -> Plan:
         """Make it a plan whose rounds, which are the tags of messages, are no other probe's."""
-        earlier = (Round("between", "exchange", ()),) * (2 * number)
+        earlier = (Round("between", "exchange", ()),) * (MOST_ROUNDS * number)
         return Plan("allreduce", None, hosts, Radices(), False, (*earlier, *self.rounds))
 
 
@@ -150,11 +163,13 @@ def _quantiles(channel: Channel, exchanges: Sequence[Exchange]) -> list[float]:
 def _fitted(probes: Sequence[_Probe], sizes: Sequence[int], merged_bytes: int, slowest: Sequence[float]) -> str:
     """Put together what was measured, and the model that fits it, as JSON."""
     *found, merging = slowest
-    samples = tuple(
-        Sample(probe.way, probe.partners, nbytes, probe.leaders, p50, p99)
-        for probe, nbytes, p50, p99 in zip(probes, sizes, found[: len(probes)], found[len(probes) :], strict=True)
-    )
-    return Calibration(samples, fit(samples, merged_bytes / merging / 1e9)).to_json()
+    p50s, p99s = found[: len(probes)], found[len(probes) :]
+    around = next((p50 for probe, p50 in zip(probes, p50s, strict=True) if probe.is_around), 0.0)
+    samples = []
+    for probe, nbytes, p50, p99 in zip(probes, sizes, p50s, p99s, strict=True):
+        less = min(around, p50 - SHORTEST) if probe.has_around else 0.0
+        samples.append(Sample(probe.way, probe.partners, nbytes, probe.leaders, p50 - less, p99 - less))
+    return Calibration(tuple(samples), fit(samples, merged_bytes / merging / 1e9)).to_json()
 
 
 def _repeats(slowest: Sequence[float]) -> list[int]:
@@ -181,7 +196,7 @@ def _times(channel: Channel, exchange: Exchange, count: int) -> list[float]:
     for _ in range(count + 2):
         channel.call(exchange.run, header)
         ends.append(clock())
-    return [max((end - start) / 2, 1e-9) for start, end in zip(ends, ends[2:], strict=False)]
+    return [max((end - start) / 2, SHORTEST / 1e6) for start, end in zip(ends, ends[2:], strict=False)]
 
 
 def _merge_seconds(form: WireForm, clock: Clock) -> float:
@@ -199,19 +214,38 @@ def _elapsed(call: Callable[[], None], clock: Clock) -> float:
 
 def _probes(hosts: tuple[str, ...], shared: bool) -> Iterator[_Probe]:
     groups = group_ranks(hosts)
-    leaders = tuple(group[0] for group in groups)
+    leaders, each = tuple(group[0] for group in groups), min(map(len, groups))
     racks = [tuple(leaders[index] for index in rack) for rack in group_ranks(rack_of(hosts[at]) for at in leaders)]
     yield from _swaps("inside", groups)
+    around = _up_and_down(groups, 0, shared)
     if shared:
-        yield from (_up_and_down(groups, slots) for slots in (0, 1))
-    if 1 < len(racks) < len(leaders):
-        yield from _swaps("rack", racks)
-        yield from _swaps("between", [tuple(rack[0] for rack in racks)])
-    elif len(leaders) > 1:
-        yield from _swaps("between", [leaders])
-    each = min(map(len, groups))
-    if len(leaders) > 1 and each > 1:
-        yield _swap("between", [tuple(group[index] for group in groups) for index in range(each)], 1, 1, each)
+        yield from (around, _up_and_down(groups, 1, shared))
+    elif 1 < len(leaders) < len(hosts):
+        yield around
+    racked = 1 < len(racks) < len(leaders)
+    if racked:
+        yield from _around(_swaps("rack", racks), around)
+    top = tuple(rack[0] for rack in racks) if racked else leaders
+    if len(top) > 1:
+        yield from _around(_swaps("between", [top]), around)
+    if len(top) > 1 and each > 1:
+        side_by_side = [tuple(group[index] for group in groups if group[0] in top) for index in range(each)]
+        yield from _around([_swap("between", side_by_side, _many(len(top)), 1, each)], around)
+
+
+def _around(probes: Iterable[_Probe], around: _Probe) -> Iterator[_Probe]:
+    """Put rounds to leaders and back around others: ranks that are no leaders then wait as they do in plans.
+
+    Where ranks outnumber cores, it matters how those wait that have nothing to do.
+    """
+    up, down = around.rounds
+    for probe in probes:
+        yield replace(probe, rounds=(up, *probe.rounds, down) if up.messages else probe.rounds)
+
+
+def _many(count: int) -> int:
+    """Give how many partners a rank among ``count`` has in probes with many, or with the only one."""
+    return min(count - 1, MOST_PARTNERS)
 
 
 def _swaps(way: str, groups: Groups) -> Iterator[_Probe]:
@@ -220,7 +254,7 @@ def _swaps(way: str, groups: Groups) -> Iterator[_Probe]:
     sizes = [0, 1]
     while 2 * sizes[-1] <= largest // 2:
         sizes.append(2 * sizes[-1])
-    many = min(largest - 1, MOST_PARTNERS)
+    many = _many(largest)
     yield from (_swap(way, groups, 1, slots, 1) for slots in sizes if largest > 1)
     yield from (_swap(way, groups, many, slots, 1) for slots in (0, 1) if many > 1)
 
@@ -250,12 +284,12 @@ def _pairs(count: int, partners: int) -> Iterator[tuple[int, int, int]]:
         )
 
 
-def _up_and_down(groups: Groups, slots: int) -> _Probe:
+def _up_and_down(groups: Groups, slots: int, shared: bool) -> _Probe:
     up = tuple(Message(rank, group[0], slots, at) for group in groups for at, rank in enumerate(group[1:], 1))
     down = tuple(Message(group[0], rank, slots) for group in groups for rank in group[1:])
     merges = tuple(Merge(group[0], tuple(range(len(group)))) for group in groups if slots and len(group) > 1)
-    rounds = Round("inside", "reduce", up, merges, True), Round("inside", "broadcast", down, (), True)
-    return _Probe("window", max(map(len, groups)), slots, 1, rounds)
+    rounds = Round("inside", "reduce", up, merges, shared), Round("inside", "broadcast", down, (), shared)
+    return _Probe("window" if shared else "around", max(map(len, groups)), slots, 1, rounds)
 
 
 def fit(samples: Sequence[Sample], merge_gb_per_s: float) -> CostModel:
@@ -280,9 +314,9 @@ def fit(samples: Sequence[Sample], merge_gb_per_s: float) -> CostModel:
 
 def _link(samples: Sequence[Sample]) -> Link:
     """Fit a link: latency and gap to headers, rate to the middle one of slopes, steps to what is then too long."""
-    alone = sorted((each for each in samples if each.leaders == each.partners == 1), key=lambda each: each.nbytes)
-    most = max(each.partners for each in samples)
-    many = sorted((each for each in samples if each.partners == most > 1), key=lambda each: each.nbytes)
+    sizes = sorted((each for each in samples if each.leaders == 1), key=lambda each: each.nbytes)
+    alone, most = [each for each in sizes if each.partners == 1], max(each.partners for each in samples)
+    many = [each for each in sizes if each.partners == most > 1]
     slopes = sorted([*_slopes(alone), *_slopes(many)])
     slope = max(slopes[(len(slopes) - 1) // 2], 1e-9)
     each = max(0.0, (many[0].p50_us - alone[0].p50_us) / (most - 1)) if many else slope * alone[0].nbytes
@@ -290,8 +324,7 @@ def _link(samples: Sequence[Sample]) -> Link:
     alpha = max(0.0, alone[0].p50_us - each)
     plain = Link(alpha, rate, "measured", gap, largest_radix=most + 1 if most == MOST_PARTNERS else None)
     jitter = max(each.p99_us - each.p50_us for each in alone[1:])
-    crowd = [each for each in samples if each.leaders > 1]
-    lanes = _lanes(crowd[0], alone[1], plain) if crowd else None
+    lanes = next((_lanes(each, (many or alone)[1], plain) for each in samples if each.leaders > 1), None)
     return replace(plain, steps=_steps(alone, plain), lanes=lanes, jitter_us=jitter)
 
 
@@ -314,10 +347,10 @@ def _steps(alone: Sequence[Sample], plain: Link) -> tuple[tuple[int, float], ...
     return tuple(steps)
 
 
-def _lanes(crowd: Sample, alone: Sample, plain: Link) -> int | None:
-    """Find out how many ranks of a host can send at once, from what one and all take beyond latency."""
-    slower = (crowd.p50_us - plain.alpha_us) / max(alone.p50_us - plain.alpha_us, 1e-9)
-    return None if slower < CROWDED else max(1, round(crowd.leaders / slower))
+def _lanes(crowd: Sample, one: Sample, plain: Link) -> float | None:
+    """Find out how many ranks of a host can send at once, from what all take beyond latency, and what one does."""
+    slower = (crowd.p50_us - plain.alpha_us) / max(one.p50_us - plain.alpha_us, SHORTEST)
+    return None if slower <= 1 else max(1.0, crowd.leaders / slower)
 
 
 def _window(samples: Sequence[Sample], merge_gb_per_s: float) -> Link:

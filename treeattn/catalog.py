@@ -72,8 +72,9 @@ class Link:
         A message of more than so many bytes takes so many microseconds more: the handshakes of protocols.
     largest_radix : int or None
         Most ranks that should meet in one round; None sets no limit.
-    lanes : int or None
-        How many ranks of a host can use it at once, such as a host's network cards; None is all.
+    lanes : float or None
+        How many ranks of a host can use it at once, such as a host's network cards; None is all. What was measured
+        need not be whole: 1.5 says that four together take 4 / 1.5 times as long as one.
     jitter_us : float
         Microseconds by which the 99th percentile of a round lies above the median.
     """
@@ -84,17 +85,18 @@ class Link:
     gap_us: float = 0.0
     steps: tuple[tuple[int, float], ...] = ()
     largest_radix: int | None = None
-    lanes: int | None = None
+    lanes: float | None = None
     jitter_us: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("alpha_us", "gap_us", "jitter_us"):
             check_amount(name, getattr(self, name))
         check_amount("gb_per_s", self.gb_per_s, above_zero=True)
-        for name, least in (("largest_radix", 2), ("lanes", 1)):
+        for name, kind, least in (("largest_radix", int, 2), ("lanes", (int, float), 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or not least <= value < LARGEST):
-                raise InputError.of(name, expected=f"None or a whole number of at least {least}", got=repr(value))
+            if value is not None and (not isinstance(value, kind) or not least <= value < LARGEST):
+                number = "whole number" if kind is int else "number"
+                raise InputError.of(name, expected=f"None or a {number} of at least {least}", got=repr(value))
         if not isinstance(self.source, str):
             raise InputError.of("source", expected="text", got=repr(self.source))
         for amount in chain(*self.steps):
