@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeattn import PartialState, TreeComm, calibration
-from treeattn.calibration import Calibration, Sample, fit
+from treeattn.calibration import Calibration
 from treeattn.catalog import Link
 from treeattn.choosing import choose_radices
 from treeattn.costs import DEFAULT_MODEL, CostModel, cost
 from treeattn.emulation import DelayedTransport, Delays
+from treeattn.fitting import Sample, add_steps, fit
 from treeattn.planner import plan_allreduce
 from treeattn.radices import Radices
 from treeattn.testing import run_ranks
@@ -74,6 +75,19 @@ def test_a_window_is_half_of_up_and_down():
     assert window.gb_per_s == pytest.approx(5.0)
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_what_rounds_do_not_explain_of_steps_is_the_cost_of_a_call_and_of_each_piece(pieces):
+    hosts, link = [host for host in "abc" for _ in range(4)], Link(10.0, 1.0, "", gap_us=1.0)
+    model, payload = CostModel(link, link), 16640
+    plans = [plan_allreduce(hosts, Radices(leaders=each)) for each in (1, pieces)]
+    rounds = [cost(plan, payload, model).total_us for plan in plans]
+    steps = [(plans[0], rounds[0] + 30.0), (plans[1], rounds[1] + 30.0 + 7.0 * (pieces - 1))][:pieces]
+    found = add_steps(model, payload, steps)
+    assert (found.call_us, found.piece_us) == (pytest.approx(30.0), pytest.approx(7.0 * (pieces > 1)))
+    for plan, us in steps:
+        assert cost(plan, payload, found).total_us == pytest.approx(us)
+
+
 def state_of(rank, heads=8):
     out = np.random.default_rng(rank).standard_normal((1, heads, 1, 128), dtype=np.float32)
     return PartialState.from_lse(out, np.zeros((1, heads, 1), np.float32), base="e")
@@ -101,7 +115,8 @@ def test_auto_measures_once_and_all_ranks_have_the_same_model():
     model = found[0][1].model
     assert cost(plan_allreduce(hosts), 16640, model).terms.total > 5e3, "a delay at least"
     ways = {(each.way, each.partners, each.leaders) for each in found[0][1].samples}
-    assert ways == {("inside", 1, 1), ("around", 2, 1), ("between", 1, 1), ("between", 2, 1), ("between", 2, 2)}
+    between = {("between", 1, 1), ("between", 2, 1), ("between", 2, 2)}
+    assert ways == {("inside", 1, 1), ("around", 2, 1), *between, ("step", 2, 1), ("step", 2, 2)}
     assert all(0 < each.p50_us <= each.p99_us for each in found[0][1].samples)
 
 
@@ -121,7 +136,7 @@ def test_rank_0_alone_fits_and_all_have_its_bits(monkeypatch):
 def test_racks_are_measured_apart():
     hosts = ["r0/a", "r0/b", "r1/c", "r1/d"]
     ((_, found, _, _), *_) = run_ranks(4, lambda transport: delayed(transport, hosts, Delays(0, 1e-3), plan="auto"))
-    assert {each.way for each in found.samples} == {"rack", "between"}
+    assert {each.way for each in found.samples} == {"rack", "between", "step"}
     assert found.model.rack.source == "measured"
 
 
@@ -133,7 +148,7 @@ def test_windows_are_measured_and_nothing_is_left_in_them():
 
     found = run_ranks(4, body, hosts=["a", "a", "b", "b"])
     assert len(set(itertools.chain(*(merged for merged, _ in found)))) == 1
-    assert all(ways == {"inside", "window", "between"} for _, ways in found)
+    assert all(ways == {"inside", "window", "between", "step"} for _, ways in found)
 
 
 def test_counters_do_not_count_what_is_measured():

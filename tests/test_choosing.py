@@ -31,7 +31,7 @@ LINKS = st.builds(
     st.sampled_from([None, 1, 2]),
 )
 MODELS = st.sampled_from(list(PRESETS.values())) | st.builds(
-    CostModel, LINKS, LINKS, LINKS, LINKS, st.floats(1, 1000), st.floats(0, 10)
+    CostModel, LINKS, LINKS, LINKS, LINKS, st.floats(1, 1000), *[st.floats(0, 10)] * 3
 )
 
 

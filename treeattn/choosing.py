@@ -123,7 +123,7 @@ def estimate(hosts: Sequence[str], radices: Radices, payload_bytes: int, model: 
     pieces = largest if radices.leaders == "all" else min(radices.leaders, largest)
     within, across = Radices(radices.inside, leaders=pieces), replace(radices, inside=None, leaders=1)
     between = _between_cost(names, across, -(-payload_bytes // pieces), _crowded(model, pieces))
-    return _inside_cost(largest, within, payload_bytes, model) + between
+    return _inside_cost(largest, within, payload_bytes, model) + between + model.call_cost(pieces)
 
 
 @lru_cache(maxsize=1024)
@@ -136,7 +136,7 @@ def _inside_cost(ranks: int, radices: Radices, payload_bytes: int, model: CostMo
 
 @lru_cache(maxsize=1024)
 def _between_cost(names: tuple[str, ...], radices: Radices, payload_bytes: int, model: CostModel) -> Cost:
-    return cost(plan_allreduce(names, radices), payload_bytes, model).terms
+    return sum(cost(plan_allreduce(names, radices), payload_bytes, model).rounds, Cost())
 
 
 def _crowded(model: CostModel, leaders: int) -> CostModel:

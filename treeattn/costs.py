@@ -40,6 +40,10 @@ class CostModel:
         States that one rank merges, read once each: the inverse of gamma.
     round_us : float
         What a round costs a rank before anything moves.
+    call_us : float
+        What a call costs a rank besides its rounds, such as packing its state and unpacking the result.
+    piece_us : float
+        The same, for each piece but one into which several leaders cut a state.
 
     Examples
     --------
@@ -55,6 +59,8 @@ class CostModel:
     window: Link | None = None
     merge_gb_per_s: float = 40.0
     round_us: float = 0.0
+    call_us: float = 0.0
+    piece_us: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _WAYS:
@@ -62,7 +68,8 @@ class CostModel:
             if not isinstance(link, Link) and not (optional and link is None):
                 raise InputError.of(name, expected="a Link", got=repr(link))
         check_amount("merge_gb_per_s", self.merge_gb_per_s, above_zero=True)
-        check_amount("round_us", self.round_us)
+        for name in ("round_us", "call_us", "piece_us"):
+            check_amount(name, getattr(self, name))
 
     def link(self, way: str) -> Link:
         """Give the link of a way: "inside", "window", "rack" or "between"."""
@@ -72,6 +79,10 @@ class CostModel:
     def merge_us(self, nbytes: float) -> float:
         """Microseconds to merge states of ``nbytes`` in all."""
         return nbytes / (self.merge_gb_per_s * 1e3)
+
+    def call_cost(self, pieces: int) -> Cost:
+        """Give what a call costs besides its rounds, where a state is cut into so many pieces."""
+        return Cost(launch=self.call_us + (pieces - 1) * self.piece_us)
 
     @property
     def digest(self) -> str:
@@ -163,7 +174,7 @@ class Cost:
     ----------
     latency, injection, transfer, handshake, merge, launch : float
         For the first byte; for each message; for each byte; for protocols; for merging what came; before anything
-        moves.
+        moves, and around it all.
     jitter : float
         By which the 99th percentile lies above; not part of `total`.
     """
@@ -187,14 +198,15 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class PlanCost:
-    """What each round of a plan costs."""
+    """What each round of a plan costs, and a call besides."""
 
     rounds: tuple[Cost, ...]
+    call: Cost = Cost()
 
     @property
     def terms(self) -> Cost:
-        """The terms of all rounds together."""
-        return sum(self.rounds, Cost())
+        """All terms together."""
+        return sum(self.rounds, self.call)
 
     @property
     def total_us(self) -> float:
@@ -219,7 +231,7 @@ class _Load:
 
 
 def cost(plan: Plan, payload_bytes: int, model: CostModel = DEFAULT_MODEL) -> PlanCost:
-    """Say what each round of a plan takes when every state has ``payload_bytes`` bytes.
+    """Say what a plan takes, each round of it and a call, when every state has ``payload_bytes`` bytes.
 
     Parameters
     ----------
@@ -237,7 +249,8 @@ def cost(plan: Plan, payload_bytes: int, model: CostModel = DEFAULT_MODEL) -> Pl
     (22.0, 4.0, 21.0)
     """
     priced = _Pricing(plan, plan.piece_bytes(payload_bytes), model)
-    return PlanCost(tuple(priced.round(each) for each in plan.rounds))
+    rounds = tuple(priced.round(each) for each in plan.rounds)
+    return PlanCost(rounds, model.call_cost(plan.pieces) if rounds else Cost())
 
 
 class _Pricing:

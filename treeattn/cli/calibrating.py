@@ -16,7 +16,8 @@ from treeattn.state import PartialState
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from treeattn.calibration import Calibration, Sample
+    from treeattn.calibration import Calibration
+    from treeattn.fitting import Sample
     from treeattn.radices import Radices
 
 __all__ = ["Measured", "calibrate", "show"]

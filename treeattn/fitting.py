@@ -1,0 +1,126 @@
+"""A cost model that fits what was measured: latencies, gaps, rates and steps from the times of probes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from treeattn.catalog import Link
+from treeattn.costs import DEFAULT_MODEL, CostModel, cost
+from treeattn.plan import Plan
+from treeattn.probes import MOST_PARTNERS
+
+__all__ = ["SHORTEST", "Sample", "add_steps", "fit"]
+
+SHORTEST = 1e-3
+"""Microseconds that anything takes, at least."""
+
+STEP = 0.3
+"""A message that takes longer than its bytes explain, by this share of a latency, has met another protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a probe took.
+
+    Parameters
+    ----------
+    way, partners, leaders
+        See `treeattn.probes.Probe`.
+    nbytes : int
+        Of each message; in a step, of a state.
+    p50_us, p99_us : float
+        Median and 99th percentile over repeats, of the slowest rank; without what comes around.
+    """
+
+    way: str
+    partners: int
+    nbytes: int
+    leaders: int
+    p50_us: float
+    p99_us: float
+
+
+def fit(samples: Sequence[Sample], merge_gb_per_s: float) -> CostModel:
+    """Fit a cost model to what was measured; ways that were not measured are the default's.
+
+    Examples
+    --------
+    >>> swaps = [Sample("between", 1, 32, 1, 100.016, 110.0), Sample("between", 1, 10032, 1, 105.016, 130.016)]
+    >>> fitted = fit(swaps, 10.0).between
+    >>> round(fitted.alpha_us, 6), round(fitted.gb_per_s, 6), round(fitted.jitter_us, 6)
+    (100.0, 2.0, 25.0)
+    """
+    of = {way: [each for each in samples if each.way == way] for way in ("inside", "window", "rack", "between")}
+    return CostModel(
+        inside=_link(of["inside"]) if of["inside"] else DEFAULT_MODEL.inside,
+        between=_link(of["between"]) if of["between"] else DEFAULT_MODEL.between,
+        rack=_link(of["rack"]) if of["rack"] else None,
+        window=_window(of["window"], merge_gb_per_s) if of["window"] else DEFAULT_MODEL.window,
+        merge_gb_per_s=merge_gb_per_s,
+    )
+
+
+def _link(samples: Sequence[Sample]) -> Link:
+    """Fit a link: latency and gap to headers, rate to the middle one of slopes, steps to what is then too long."""
+    sizes = sorted((each for each in samples if each.leaders == 1), key=lambda each: each.nbytes)
+    alone, most = [each for each in sizes if each.partners == 1], max(each.partners for each in samples)
+    many = [each for each in sizes if each.partners == most > 1]
+    slopes = sorted([*_slopes(alone), *_slopes(many)])
+    slope = max(slopes[(len(slopes) - 1) // 2], 1e-9)
+    each = max(0.0, (many[0].p50_us - alone[0].p50_us) / (most - 1)) if many else slope * alone[0].nbytes
+    gap, rate = max(0.0, each - slope * alone[0].nbytes) / 2, 1e-3 / slope
+    alpha = max(0.0, alone[0].p50_us - each)
+    plain = Link(alpha, rate, "measured", gap, largest_radix=most + 1 if most == MOST_PARTNERS else None)
+    jitter = max(each.p99_us - each.p50_us for each in alone[1:])
+    lanes = next((_lanes(each, (many or alone)[1], plain) for each in samples if each.leaders > 1), None)
+    return replace(plain, steps=_steps(alone, plain), lanes=lanes, jitter_us=jitter)
+
+
+def _slopes(samples: Sequence[Sample]) -> list[float]:
+    """Microseconds per byte from each size to the next."""
+    return [
+        (after.p50_us - before.p50_us) / (after.nbytes - before.nbytes) / after.partners
+        for before, after in pairwise(samples)
+    ]
+
+
+def _steps(alone: Sequence[Sample], plain: Link) -> tuple[tuple[int, float], ...]:
+    """Find where messages take longer than latency and bytes explain."""
+    steps: list[tuple[int, float]] = []
+    for before, after in pairwise(alone):
+        explained = plain.message_us(after.nbytes) + 2 * plain.gap_us + sum(more for _, more in steps)
+        if after.p50_us - explained > STEP * plain.alpha_us:
+            limit = max(before.nbytes, 2 ** ((after.nbytes - 1).bit_length() - 1))  # protocols change at powers of two
+            steps.append((limit, after.p50_us - explained))
+    return tuple(steps)
+
+
+def _lanes(crowd: Sample, one: Sample, plain: Link) -> float | None:
+    """Find out how many ranks of a host can send at once, from what all take beyond latency, and what one does."""
+    slower = (crowd.p50_us - plain.alpha_us) / max(one.p50_us - plain.alpha_us, SHORTEST)
+    return None if slower <= 1 else max(1.0, crowd.leaders / slower)
+
+
+def _window(samples: Sequence[Sample], merge_gb_per_s: float) -> Link:
+    """Fit a window: half of two rounds is the latency, and what states add, but for merging, the rate."""
+    small, large = samples
+    ranks, merging = small.partners, small.partners * (large.nbytes - small.nbytes) / (merge_gb_per_s * 1e3)
+    more = max(large.p50_us - small.p50_us - merging, 1e-6)
+    rate = ranks * (large.nbytes - small.nbytes) / more / 1e3
+    return Link(small.p50_us / 2, rate, "measured", jitter_us=(large.p99_us - large.p50_us) / 2)
+
+
+def add_steps(model: CostModel, payload_bytes: int, steps: Iterable[tuple[Plan, float]]) -> CostModel:
+    """Let a model also say what whole steps take, in microseconds: in one piece and, if that was measured, in several.
+
+    What rounds do not explain is the cost of a call, and of each piece more.
+    """
+    for plan, us in steps:
+        more = max(0.0, us - cost(plan, payload_bytes, model).total_us)
+        if plan.pieces == 1:
+            model = replace(model, call_us=model.call_us + more)
+        else:
+            model = replace(model, piece_us=model.piece_us + more / (plan.pieces - 1))
+    return model
