@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,9 @@ from treeattn.costs import DEFAULT_MODEL, CostModel, cost
 from treeattn.emulation import DelayedTransport, Delays
 from treeattn.fitting import Sample, add_steps, fit
 from treeattn.planner import plan_allreduce
+from treeattn.probes import probes_for
 from treeattn.radices import Radices
+from treeattn.saved import check_plan
 from treeattn.testing import run_ranks
 
 RECORD = 16672
@@ -86,6 +89,20 @@ def test_what_rounds_do_not_explain_of_steps_is_the_cost_of_a_call_and_of_each_p
     assert (found.call_us, found.piece_us) == (pytest.approx(30.0), pytest.approx(7.0 * (pieces > 1)))
     for plan, us in steps:
         assert cost(plan, payload, found).total_us == pytest.approx(us)
+
+
+@given(st.lists(st.sampled_from(["a", "b", "r/c", "r/d", "s/e"]), min_size=2, max_size=12), st.booleans())
+@settings(deadline=None, max_examples=50)
+def test_probes_are_plans_in_which_each_busy_rank_swaps_with_its_partners(hosts, shared):
+    for probe in probes_for(tuple(hosts), shared):
+        check_plan(probe.plan)
+        if probe.way in ("inside", "rack", "between"):
+            busy = [each for each in probe.plan.rounds if each.action == "exchange"]
+            received = Counter(message.dest for each in busy for message in each.messages)
+            sent = Counter(message.source for each in busy for message in each.messages)
+            assert sent == received
+            assert max(sent.values()) == probe.partners
+            assert {message.slots for each in busy for message in each.messages} == {probe.slots}
 
 
 def state_of(rank, heads=8):

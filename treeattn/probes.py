@@ -106,7 +106,7 @@ class _Layout:
         return len(self.groups) > 1
 
     def between(self) -> Iterator[Probe]:
-        """Swap between the leaders of hosts, in racks and then of racks where there are any; last, by all ranks at once."""
+        """Swap between leaders of hosts, in racks and then of racks where there are any; last, by all ranks at once."""
         leaders = tuple(group[0] for group in self.groups)
         racks = [tuple(leaders[at] for at in rack) for rack in group_ranks(rack_of(self.hosts[at]) for at in leaders)]
         top = leaders
