@@ -40,6 +40,7 @@ from rich.table import Table
 
 import treeattn
 from treeattn.kernels.combine import prepare_merge
+from treeattn.kernels.window import Own
 from treeattn.launch import install_abort_hook
 from treeattn.swap import Swap
 
@@ -124,12 +125,11 @@ def raw(comm: treeattn.TreeComm, state: treeattn.PartialState) -> dict[str, Call
     swap: Swap | None = comm._session.swap
     if swap is None:
         return {}
-    run, window, channel, out = swap._run, swap._window, comm._channel, comm.allreduce(state)
+    run, slots, own, out = swap._run, swap._slots, swap._own.copy(), comm.allreduce(state)
+    own[Own._fields.index("yields")] = FOR_EVER
 
     def call() -> Any:
-        window.use += 1
-        channel.step += 1
-        run(state._packed, out._packed, *swap._places[window.use & 1], channel.step, window.use, FOR_EVER)
+        run(state._packed, out._packed, slots, own)
         return out
 
     return {"raw": call}

@@ -8,7 +8,7 @@ last and read first, by atomic operations that order all other accesses, on proc
 from __future__ import annotations
 
 import platform
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ __all__ = [
     "HEADER",
     "RESULT",
     "WAITING",
+    "Own",
     "collect_at",
     "publish_at",
     "room",
@@ -56,6 +57,28 @@ each count on a cache line of its own; and where the result is."""
 
 PARTS = 8
 """Parts of the rows that ranks which merge together take one by one."""
+
+
+class Own(NamedTuple):
+    """What a rank has of its own in a swap, in this order: addresses, but for the numbers of spins and yields."""
+
+    header: int
+    room: int
+    """As much as `room` gives."""
+    spins: int
+    yields: int
+    clears: int
+    """Whether this rank clears what ranks have in common."""
+    steps: int
+    uses: int
+    rounds: int
+    """Where they are counted."""
+    even_slot: int
+    odd_slot: int
+    even_common: int
+    odd_common: int
+    """What ranks that share the merging have in common; 0 where each merges for itself."""
+
 
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), 0)
 """Linux's number for the call by which a process sleeps until a word in shared memory changes; 0 where unknown."""
@@ -90,10 +113,10 @@ def sleep_at() -> Any:
 def swap_at(form: WireForm) -> Any:
     """Compiled: a whole step of ranks that all get the merge of all states.
 
-    Its arguments are the rank's state and the result; the slots of all ranks in the order of merging, and room for as
-    many addresses; the addresses of this rank's slot, of its header and of `room`, spins, and, where ranks share the
-    merging, the address of what they have in common, and whether this rank clears it; the step, the use, and yields.
-    It publishes in any case, and merges if what it finds and returns is ``EQUAL``.
+    Its arguments are the rank's state; the result; slots, which are those of all ranks in the order of merging, for
+    even uses and for odd ones, and room for as many addresses as there are ranks; and what `Own` names. It takes the
+    next step's number and publishes in any case; if what it finds and returns is ``EQUAL``, it has merged, and counted
+    a use and a round.
     """
     return _SWAP[form.o_dtype]()
 
@@ -125,27 +148,33 @@ def _sleep_until_published(slots: Array, use: int, limit: int) -> None:
 def _swap_of(dtype: Any, kind: Any) -> Any:
     states = f"{np.dtype(dtype).name}[:,:,:,::1]"
 
-    @entry(f"int64({states}, {states}, int64[::1], int64[::1], int64, int64, int64)")
-    def swap(state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int) -> int:
-        found: int = _swap(state, out, slots, own, step, use, yields, dtype, kind)
+    @entry(f"int64({states}, {states}, int64[::1], int64[::1])")
+    def swap(state: Array, out: Array, slots: Array, own: Array) -> int:
+        found: int = _swap(state, out, slots, own, dtype, kind)
         return found
 
     return swap
 
 
 _SWAP = {name: _swap_of(*both) for name, both in KINDS.items()}
+_HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _CLEARS_AT, _STEPS_AT = range(6)
+_USES_AT, _ROUNDS_AT, _SLOT_AT, _COMMON_AT = 6, 7, 8, 10
 
 
 @inline
-def _swap(
-    state: Array, out: Array, slots: Array, own: Array, step: int, use: int, yields: int, dtype: Any, kind: Any
-) -> int:
-    slot, header, space, spins, common = own[0], own[1], own[2], own[3], own[4]
-    sources, shifted = slots[: slots.size // 2], slots[slots.size // 2 :]
-    pointer(header, np.int64)[0] = step
+def _swap(state: Array, out: Array, slots: Array, own: Array, dtype: Any, kind: Any) -> int:
+    header, space, spins, yields = own[_HEADER_AT], own[_ROOM_AT], own[_SPINS_AT], own[_YIELDS_AT]
+    steps, uses = pointer(own[_STEPS_AT], np.int64), pointer(own[_USES_AT], np.int64)
+    rounds = pointer(own[_ROUNDS_AT], np.int64)
+    steps[0] += 1
+    pointer(header, np.int64)[0] = steps[0]
+    use, ranks = uses[0] + 1, slots.size // 3
+    odd = use % 2
+    slot, common = own[_SLOT_AT + odd], own[_COMMON_AT + odd]
+    sources, shifted = slots[odd * ranks : (odd + 1) * ranks], slots[2 * ranks :]
     width = state.shape[3]
     rows = state.size // width
-    if own[5] != 0:  # all have left the use before the last, so nobody counts here any more
+    if own[_CLEARS_AT] != 0:  # all have left the use before the last, so nobody counts here any more
         pointer(common + TAKEN, np.int64)[0] = 0
         pointer(common + MERGED, np.int64)[0] = 0
     _copy(slot - HEADER, header, HEADER)
@@ -158,6 +187,8 @@ def _swap(
             target, sources, shifted, rows, width, space, common, spins, yields, dtype, kind
         ):
             merge_to_state(target, sources, rows, width, space, dtype, kind)
+        uses[0] = use
+        rounds[0] += 1
     return found
 
 

@@ -5,9 +5,11 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from treeattn import waiting
-from treeattn.transport import Silence
+from treeattn.transport import REMEMBERED, REST, SHORTEST_REST, Silence, Usual
 from treeattn.waiting import Patience
 
 
@@ -31,22 +33,26 @@ def test_what_is_there_costs_one_look_and_no_clock(monkeypatch):
 
 @pytest.fixture
 def by_clock(monkeypatch):
-    """Time that passes by looks at it, 50 us each, and is not slept away; gives the naps, by the time they were at."""
+    """Time that passes by looks at it, 50 us each, and by naps; gives the naps: when they began, and how long."""
     now, naps = [0.0], []
 
     def tick():
         now[0] += 50e-6
         return now[0]
 
+    def nap(seconds=0.0):
+        naps.append((now[0], seconds))
+        now[0] += seconds
+
     monkeypatch.setattr(time, "monotonic", tick)
-    monkeypatch.setattr(waiting, "nap", lambda: naps.append(now[0]))
+    monkeypatch.setattr(waiting, "nap", nap)
     return naps
 
 
 def test_a_long_wait_naps_late_and_the_next_one_soon(by_clock):
     patience = Patience(0, lambda: False)
     patience.wait(counted(1000)[0])
-    first, began = by_clock[0], len(by_clock)
+    first, began = by_clock[0][0], len(by_clock)
     assert first > waiting.NAP_AFTER
     patience.wait(counted(100)[0])
     assert len(by_clock) - began > 100 - 1 - waiting.NAP_AFTER / 50e-6
@@ -54,6 +60,36 @@ def test_a_long_wait_naps_late_and_the_next_one_soon(by_clock):
     patience.wait(counted(3)[0])  # a short one
     patience.wait(counted(30)[0])
     assert len(by_clock) == before
+
+
+def test_a_wait_that_usually_takes_long_is_slept_through_at_first(by_clock):
+    usual = Usual()
+    for _ in range(REMEMBERED):
+        usual.took(16e-3)
+    patience = Patience(0, lambda: False)
+    patience.wait(lambda: len(by_clock) > 20, usual=usual)
+    longest = waiting.LONGEST_NAP
+    assert [seconds for _, seconds in by_clock[:3]] == pytest.approx([longest, longest, 12e-3 - 2 * longest], abs=1e-3)
+    assert {seconds for _, seconds in by_clock[3:]} == {waiting.NAP}
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_a_rest_ends_before_the_shortest_of_the_last_waits_did(waits):
+    usual = Usual()
+    for number, seconds in enumerate(waits, 1):
+        usual.took(seconds)
+        shortest = min(waits[max(number - REMEMBERED, 0) : number]) if number >= REMEMBERED else 0.0
+        assert usual.rest in (0.0, REST * shortest)
+        assert (usual.rest > 0) == (REST * shortest > SHORTEST_REST)
+
+
+def test_waits_are_remembered_where_they_are(by_clock):
+    usual, patience = Usual(), Patience(0, lambda: False)
+    for _ in range(REMEMBERED):
+        patience.wait(counted(200)[0], usual=usual)
+    assert usual.rest > SHORTEST_REST
+    patience.wait(counted(1)[0], usual=usual)
+    assert usual.rest == 0
 
 
 def test_a_sleep_of_ones_own_is_used_soon_and_in_place_of_naps(by_clock):

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from treeattn.counting import Count
 from treeattn.errors import CommError, RankTimeout
 from treeattn.gpu_mpi import Verdict
 from treeattn.guard import Guard
@@ -40,13 +41,18 @@ class Channel:
     def __init__(self, transport: Transport) -> None:
         self.transport, self.guard = transport, Guard()
         self.rank, self.size = transport.rank, transport.size
-        self.step, self.freed = 0, False
+        self.steps, self.freed = Count(), False
         self._branches: list[Transport] = []
         self.gpu_memory = Verdict((), "not asked")
         self.cards: Cards | None = None
         self.collective = ""
         self.wire_dtype: str | None = None
         self.name_hosts(("unknown",) * self.size)
+
+    @property
+    def step(self) -> int:
+        """Number of the last step that this rank has begun."""
+        return self.steps.value
 
     def name_hosts(self, hosts: tuple[str, ...]) -> None:
         """Take the host map, and count from here on."""

@@ -313,9 +313,11 @@ class TreeComm:
             On every rank, if any rank's argument is wrong or the states differ in shape or dtype.
         """
         swap = self._session.swap
-        merged = swap(state, out) if swap is not None and swap.is_allreduce else None
-        if merged is None:
-            merged = self.exchange(self._attempt("allreduce", state, None), out=out)
+        if swap is not None and swap.is_allreduce:
+            merged = swap(state, out)
+            if merged is not None:
+                return merged
+        merged = self.exchange(self._attempt("allreduce", state, None), out=out)
         assert merged is not None, "without a root, every rank has the result"
         return merged
 

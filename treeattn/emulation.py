@@ -17,7 +17,7 @@ import numpy as np
 from treeattn.clocks import Clock, WallTime
 from treeattn.errors import InputError
 from treeattn.topology import check_hosts
-from treeattn.transport import Bytes, Mark, Meanwhile, Prepared, Transport, nothing
+from treeattn.transport import Bytes, Mark, Meanwhile, Prepared, Transport, Usual, nothing
 
 __all__ = ["DelayedTransport", "Delays"]
 
@@ -144,10 +144,12 @@ class DelayedTransport(Transport):
 
     shares_memory = False  # which would be faster than any delay
 
-    def wait(self, requests: Sequence[_Message | Prepared], meanwhile: Meanwhile = nothing) -> None:
+    def wait(
+        self, requests: Sequence[_Message | Prepared], meanwhile: Meanwhile = nothing, usual: Usual | None = None
+    ) -> None:
         """Wait until all are complete and due."""
         messages = [each.started if isinstance(each, Prepared) else each for each in requests]
-        self._carrier.wait([message.request for message in messages], meanwhile)
+        self._carrier.wait([message.request for message in messages], meanwhile, usual)
         self._wait_until([message.due for message in messages])
         for message in messages:
             message.arrive()
@@ -163,9 +165,9 @@ class DelayedTransport(Transport):
         moved = self._carrier.progress([message.request for message in messages])
         return moved and max((message.due for message in messages), default=0.0) <= self.clock()
 
-    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
+    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None], usual: Usual | None = None) -> None:
         """Wait for what is no message, and has no delay."""
-        self._carrier.wait_for(ready, sleep)
+        self._carrier.wait_for(ready, sleep, usual)
 
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
         """Ask who is there, without delay."""

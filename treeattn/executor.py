@@ -58,7 +58,7 @@ class Exchange:
         self.plan, self.transport, self.window, self._tally = plan, transport, window, tally
         counts = [plan.records(transport.rank, piece) for piece in range(plan.pieces)]
         self._pieces = Pieces(_records(counts, form, direct), form)
-        self._usage = Usage(self._pieces.nbytes)
+        self.usage = Usage(self._pieces.nbytes)
         self.rounds = self._prepare()
         self._ahead = [request for each in self.rounds for request in each.ahead]
         self._cost = len(plan.rounds), plan.rounds_between
@@ -155,9 +155,9 @@ class Exchange:
     def ran(self) -> None:
         """Take note that the plan was followed once."""
         if self.window is not None:
-            self.window.use += self._uses
+            self.window.uses.value += self._uses
         self._tally.rounds(*self._cost)
-        self._tally.usage = self._usage
+        self._tally.usage = self.usage
 
     def result(self, state: PartialState, out: PartialState | None) -> PartialState | None:
         """Give the merged state, after a clean `run`, to the ranks that are to have it."""

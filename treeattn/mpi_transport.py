@@ -23,7 +23,7 @@ from treeattn.errors import CommError, InputError, MissingDependencyError, RankT
 from treeattn.gpu_mpi import Verdict, ask
 from treeattn.launch import abort, launched
 from treeattn.mpi_operator import MpiRowReduction, reasons
-from treeattn.transport import Bytes, Mark, Meanwhile, Silence, Transport, nothing
+from treeattn.transport import Bytes, Mark, Meanwhile, Silence, Transport, Usual, nothing
 from treeattn.waiting import Patience, nap
 
 __all__ = ["MpiTransport", "cached_on", "import_mpi", "world_transport"]
@@ -150,7 +150,7 @@ class MpiTransport(Transport):
         """Start prepared requests."""
         self._startall(requests)
 
-    def wait(self, requests: Sequence[Any], meanwhile: Meanwhile = nothing) -> None:
+    def wait(self, requests: Sequence[Any], meanwhile: Meanwhile = nothing, usual: Usual | None = None) -> None:
         """Wait until all are complete."""
         testall = self._testall
 
@@ -161,7 +161,7 @@ class MpiTransport(Transport):
             return False
 
         try:
-            self._patience.wait(arrived)
+            self._patience.wait(arrived, None, usual if meanwhile is nothing else None)
         except BaseException:
             _stuck.append(requests)
             raise
@@ -172,9 +172,9 @@ class MpiTransport(Transport):
         """Let MPI move messages."""
         return bool(self._testall(requests))
 
-    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
+    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None], usual: Usual | None = None) -> None:
         """Wait for what is no message."""
-        self._patience.wait(ready, sleep)
+        self._patience.wait(ready, sleep, usual)
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Give every rank's data."""

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.counting import Count
 from treeattn.plan import HEADER_BYTES, RankRound, Stats, Usage
 from treeattn.state import PartialState, StateOps
-from treeattn.transport import LARGEST_MESSAGE, Bytes, Meanwhile, Silence, Transport, nothing
+from treeattn.transport import LARGEST_MESSAGE, Bytes, Meanwhile, Silence, Transport, Usual, nothing
 from treeattn.waiting import nap
 from treeattn.window import Window, compiled
 from treeattn.wire_form import WireForm, merger
@@ -44,7 +45,7 @@ class Tally:
     def __init__(self, hosts: tuple[str, ...], rank: int) -> None:
         self._elsewhere = [host != hosts[rank] for host in hosts]
         self._sent = [0, 0, 0, 0]
-        self._rounds = [0, 0]
+        self.all_rounds, self._rounds_between = Count(), 0
         self.collectives = 0
         self.usage = Usage()
 
@@ -59,14 +60,14 @@ class Tally:
 
     def rounds(self, number: int, between: int) -> None:
         """Count rounds, and those of them in which any message goes between hosts."""
-        self._rounds[0] += number
-        self._rounds[1] += between
+        self.all_rounds.value += number
+        self._rounds_between += between
 
     @property
     def stats(self) -> Stats:
         """What was counted so far."""
-        (rounds, rounds_between), (messages, size, between, size_between) = self._rounds, self._sent
-        return Stats(rounds, messages, size, rounds_between, between, size_between, self.collectives)
+        rounds, (messages, size, between, size_between) = self.all_rounds.value, self._sent
+        return Stats(rounds, messages, size, self._rounds_between, between, size_between, self.collectives)
 
 
 class Records:
@@ -153,6 +154,7 @@ class MessageRound:
             self._mergers += [records.merger([records.payloads[at] for at in sources]) for sources in step.merges]
         self._both = [*self._receives, *self._sends]
         self._awaited: list[Any] = []
+        self._usual = Usual()
 
     def _prepare_sends(self, step: RankRound, records: Records, tag: int) -> None:
         for dest, slots in step.sends:
@@ -191,7 +193,7 @@ class MessageRound:
     def wait(self, meanwhile: Meanwhile) -> None:
         """Wait until all is here."""
         try:
-            self._transport.wait(self._awaited, meanwhile)
+            self._transport.wait(self._awaited, meanwhile, self._usual)
         except Silence as silence:
             silence.round = self._number
             raise
@@ -241,7 +243,7 @@ class WindowRound:
         self._publish, self._collect, self._waiting = code.publish_at(), code.collect_at(), code.WAITING
         self._sleep = code.sleep_at()
         self._different, self._ordinal, self.published = code.DIFFERENT, ordinal, False
-        self._found, self._number = code.WAITING, steps[0].number
+        self._found, self._number, self._usual = code.WAITING, steps[0].number, Usual()
         self._places = _places([records.payload_bytes for records in parts])
         self._sent = [step.piece for step in steps if any(slots for _, slots in step.sends)]
         self._speaks = any(step.sends for step in steps)
@@ -253,7 +255,7 @@ class WindowRound:
 
     @property
     def _use(self) -> int:
-        return self._window.use + self._ordinal
+        return self._window.uses.value + self._ordinal
 
     def _payload(self, rank: int, use: int, piece: int) -> Bytes:
         """Rows of a piece in a slot."""
@@ -304,7 +306,7 @@ class WindowRound:
             self._sleep(slots, use, SLEEP.ctypes.data)
 
         try:  # asleep, a rank would not move on what else is in flight
-            self._transport.wait_for(published, sleep if meanwhile is nothing else nap)
+            self._transport.wait_for(published, sleep if meanwhile is nothing else nap, self._usual)
         except Silence as silence:
             silence.round = self._number
             raise

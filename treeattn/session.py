@@ -148,7 +148,7 @@ class Session:
     def _step(self, status: int, digest: int, check: int) -> Header:
         """Count a step and give its header."""
         if not self._begun:  # by a swap
-            self._channel.step += 1
+            self._channel.steps.value += 1
         self._begun = False
         return Header(self._channel.step, status, digest, check)
 

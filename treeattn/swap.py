@@ -12,7 +12,8 @@ from treeattn.channel import Channel
 from treeattn.executor import Exchange
 from treeattn.rounds import WindowRound
 from treeattn.state import PartialState
-from treeattn.window import STATE_BYTES, compiled
+from treeattn.transport import Transport
+from treeattn.window import STATE_BYTES, Window, compiled
 
 __all__ = ["Swap"]
 
@@ -43,27 +44,40 @@ class Swap:
         packed, window, (only,) = state._packed, exchange.window, exchange.rounds
         assert window is not None, "a swap is one in a window"
         assert isinstance(only, WindowRound), "a swap is one in a window"
-        self._exchange, self._channel, self._round, self._otherwise = exchange, channel, only, otherwise
+        self._channel, self._round, self._otherwise = channel, only, otherwise
+        self._guard, self._enter, self._leave = channel.guard, channel.guard.lock.acquire, channel.guard.lock.release
+        self._tally, self._usage = channel.tally, exchange.usage
         self._ops, self._shape, self._dtype = state.ops, packed.shape, packed.dtype
-        self._window, self._yields = window, window.yields
         self._run: Callable[..., int] = compiled().swap_at(exchange.form)
-        self._room = compiled().room(exchange.transport.size, exchange.form)
         self._header = np.zeros(4, np.int64)
         self._header.view(np.uint8)[:] = np.frombuffer(Header(0, 0, signature.digest, 0).pack(), np.uint8)
-        self._check = self._header.view(np.uint64)[3:]
-        self._places = [self._places_in(use) for use in (0, 1)]
+        self._check, self._checked = self._header.view(np.uint64)[3:], 0
+        self._room = compiled().room(exchange.transport.size, exchange.form)
+        self._slots, self._own = self._addresses(window, exchange.transport)
         self.signature, self.is_allreduce = signature, signature.operation == "allreduce"
         self._last: tuple[Any, Any] = signature, signature  # which nobody passes
 
-    def _places_in(self, use: int) -> tuple[Any, Any]:
+    def _addresses(self, window: Window, transport: Transport) -> tuple[Any, Any]:
         """Give the slots of all ranks, and what is this rank's own: see `treeattn.kernels.window.swap_at`."""
-        window, transport = self._window, self._exchange.transport
-        slots = [window.address(rank, use) for rank in range(transport.size)]
+        ranks = range(transport.size)
+        slots = [window.address(rank, use) for use in (0, 1) for rank in ranks]
         fits = np.prod(self._shape) * self._dtype.itemsize <= STATE_BYTES  # a state is longer than its rows of 16 bit
-        common = window.common(use) if fits else 0
-        own = slots[transport.rank], self._header.ctypes.data, self._room.ctypes.data, window.spins
-        clears = common != 0 and transport.rank == 0
-        return np.array([*slots, *slots], np.int64), np.array([*own, common, clears], np.int64)
+        even, odd = (window.common(use) if fits else 0 for use in (0, 1))
+        own = compiled().Own(
+            header=self._header.ctypes.data,
+            room=self._room.ctypes.data,
+            spins=window.spins,
+            yields=window.yields,
+            clears=even != 0 and transport.rank == 0,
+            steps=self._channel.steps.address,
+            uses=window.uses.address,
+            rounds=self._tally.all_rounds.address,
+            even_slot=slots[transport.rank],
+            odd_slot=slots[transport.size + transport.rank],
+            even_common=even,
+            odd_common=odd,
+        )
+        return np.array([*slots, *ranks], np.int64), np.array(own, np.int64)
 
     @staticmethod
     def possible(exchange: Exchange, state: PartialState | None, signature: Signature | None) -> bool:
@@ -86,26 +100,23 @@ class Swap:
         last = self._last
         if (state is not last[0] or out is not last[1]) and not self._takes(state, out):
             return None
-        channel = self._channel
-        guard = channel.guard
-        if guard.reason is not None or not guard.lock.acquire(False):
+        if self._guard.reason is not None or not self._enter(False):
             return None
         try:
             merged: PartialState = state.like(np.empty(self._shape, self._dtype)) if out is None else out
-            self._check[0] = 0 if attempt is None else attempt.check
-            channel.step = step = channel.step + 1
-            use = self._window.use + 1
-            slots, own = self._places[use & 1]
-            if self._run(state._packed, merged._packed, slots, own, step, use, self._yields) == 0:
-                self._exchange.ran()
+            check = 0 if attempt is None else attempt.check
+            if check != self._checked:
+                self._check[0] = self._checked = check
+            if self._run(state._packed, merged._packed, self._slots, self._own) == 0:
+                self._tally.usage = self._usage
                 return merged
             self._round.published = True
             return self._otherwise(attempt or Attempt(self.signature, state, None), out)
         except KeyboardInterrupt as error:
-            channel.break_off(error)
+            self._channel.break_off(error)
             raise
         finally:
-            guard.lock.release()
+            self._leave()
 
     def _takes(self, state: Any, out: Any) -> bool:
         """Whether these are states like those that were agreed on; the next call with the same ones need not ask."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from treeattn.transport import Silence
+from treeattn.transport import Silence, Usual
 
 __all__ = ["NAP", "Patience", "nap"]
 
@@ -27,6 +27,12 @@ SOON = 100e-6
 
 NAP = 50e-6
 """Seconds of a nap."""
+
+LONGEST_NAP = 5e-3
+"""The same at most, however long a rank might rest: whoever calls the roll is not to wait for an answer."""
+
+LOOKS = 16
+"""Naps from one look for the roll to the next."""
 
 _SET_SLACK, _EXACT, _USUAL = 29, 1, 0  # of prctl; nanoseconds, of which 0 is what the process began with
 
@@ -47,7 +53,9 @@ class Patience:
     alarmed: Callable[[], bool]
     _long: bool = field(default=False, init=False)
 
-    def wait(self, ready: Callable[[], bool], sleep: Callable[[], None] | None = None) -> None:
+    def wait(
+        self, ready: Callable[[], bool], sleep: Callable[[], None] | None = None, usual: Usual | None = None
+    ) -> None:
         """Return when ``ready()`` is true.
 
         Parameters
@@ -55,35 +63,46 @@ class Patience:
         ready : callable
         sleep : callable, optional
             Returns when it may be time to look again, and after some milliseconds; in place of a nap.
+        usual : Usual, optional
+            What is known of this wait.
 
         Raises
         ------
         Silence
             It is not true at the deadline, or the roll is called.
         """
-        if ready():
-            return
-        start, waited = time.monotonic(), 0.0
-        awake = NAP_AFTER if sleep is None and not self._long else SOON
+        waited = 0.0 if ready() else self._wait(ready, sleep, 0.0 if usual is None else usual.rest)
+        if usual is not None:
+            usual.took(waited)
+
+    def _wait(self, ready: Callable[[], bool], sleep: Callable[[], None] | None, rest: float) -> float:
+        """Wait for what is not there at once; give how long it took."""
+        start, waited, naps = time.monotonic(), 0.0, 0
+        awake = 0.0 if rest else NAP_AFTER if sleep is None and not self._long else SOON
         while not ready():
             waited = time.monotonic() - start
             if self.timeout and waited > self.timeout:
                 raise Silence
             if waited <= awake:
                 os.sched_yield()
-            elif self.alarmed():
+                continue
+            if naps % LOOKS == 0 and self.alarmed():
                 raise Silence
+            naps += 1
+            if sleep is not None:
+                sleep()
             else:
-                (sleep or nap)()
+                nap(min(max(rest - waited, NAP), LONGEST_NAP))
         if sleep is None:
             self._long = waited > NAP_AFTER
+        return waited
 
 
-def nap() -> None:
+def nap(seconds: float = NAP) -> None:
     """Sleep for a nap and not twice as long, as it would be by the slack that Linux gives to timers."""
     slack = _slack()
     slack(_SET_SLACK, _EXACT, 0, 0, 0)
-    time.sleep(NAP)
+    time.sleep(seconds)
     slack(_SET_SLACK, _USUAL, 0, 0, 0)
 
 

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.counting import Count
 from treeattn.plan import HEADER_BYTES
 from treeattn.topology import group_ranks
 from treeattn.transport import Bytes
@@ -76,7 +77,7 @@ class Window:
 
     Attributes
     ----------
-    use : int
+    uses : Count
         Uses so far, the same on every rank of the host between operations.
     spins, yields : int
         How often a swap looks at a flag before it gives up the core, and how often it does that before it becomes a
@@ -89,7 +90,7 @@ class Window:
         self._bytes: Bytes = np.frombuffer(memory, np.uint8)[_TOKEN_BYTES + (-_TOKEN_BYTES) % 64 :]
         self._index = {rank: number for number, rank in enumerate(members)}
         self._start = int(self._bytes.ctypes.data)
-        self.use, roomy = 0, cores >= len(members)
+        self.uses, roomy = Count(), cores >= len(members)
         self.together = merge_together(len(members), cores)
         self.spins, self.yields = (SPINS, YIELDS) if roomy else (CROWDED_SPINS, CROWDED_YIELDS)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from treeattn.errors import CommError, InputError, RankTimeout
-from treeattn.transport import Bytes, Mark, Meanwhile, Prepared, Silence, Transport, nothing
+from treeattn.transport import Bytes, Mark, Meanwhile, Prepared, Silence, Transport, Usual, nothing
 
 __all__ = ["ThreadTransport", "run_ranks"]
 
@@ -190,7 +190,9 @@ class ThreadTransport(Transport):
             self._world.post(channel, request, channel.receives, channel.sends)
         return request
 
-    def wait(self, requests: Sequence[_Request | Prepared], meanwhile: Meanwhile = nothing) -> None:
+    def wait(
+        self, requests: Sequence[_Request | Prepared], meanwhile: Meanwhile = nothing, usual: Usual | None = None
+    ) -> None:
         """Wait until all are complete, or no rank can go on."""
         self._wait_for([each.started if isinstance(each, Prepared) else each for each in requests])
 
@@ -200,7 +202,7 @@ class ThreadTransport(Transport):
             self._world.progress()
         return all((each.started if isinstance(each, Prepared) else each).done for each in requests)
 
-    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None]) -> None:
+    def wait_for(self, ready: Callable[[], bool], sleep: Callable[[], None], usual: Usual | None = None) -> None:
         """Wait for what is no message."""
         world, deadline = self._world, self._deadline()
         with world.lock:
