@@ -54,6 +54,7 @@ class Session:
         self._exchanges: dict[Any, Exchange] = {}
         self._exchange: Exchange | None = None
         self.swap: Swap | None = None
+        self._made: Swap | None = None
         self._begun = False
 
     def merge(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
@@ -115,7 +116,9 @@ class Session:
             self._begun = True
             return self.merge(attempt, out)
 
-        self.swap = Swap(exchange, self._channel, state, signature, otherwise)
+        if self._made is None or not self._made.serves(exchange, state, signature):
+            self._made = Swap(exchange, self._channel, state, signature, otherwise)
+        self.swap = self._made
 
     def consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         """Go to the descriptions at once, having told the others so by way of the agreed plan."""
@@ -126,7 +129,7 @@ class Session:
 
     def forget(self) -> None:
         """Let go of buffers and shared memory, when the communicator is freed."""
-        self.swap = self.window = self._exchange = None
+        self.swap = self._made = self.window = self._exchange = None
         self._exchanges.clear()
 
     def _load(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:

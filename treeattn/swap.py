@@ -44,7 +44,7 @@ class Swap:
         packed, window, (only,) = state._packed, exchange.window, exchange.rounds
         assert window is not None, "a swap is one in a window"
         assert isinstance(only, WindowRound), "a swap is one in a window"
-        self._channel, self._round, self._otherwise = channel, only, otherwise
+        self._exchange, self._channel, self._round, self._otherwise = exchange, channel, only, otherwise
         self._guard, self._enter, self._leave = channel.guard, channel.guard.lock.acquire, channel.guard.lock.release
         self._tally, self._usage = channel.tally, exchange.usage
         self._ops, self._shape, self._dtype = state.ops, packed.shape, packed.dtype
@@ -86,6 +86,10 @@ class Swap:
             return False
         rounds = exchange.plan.rounds
         return len(rounds) == 1 and rounds[0].shared and isinstance(state._packed, np.ndarray)
+
+    def serves(self, exchange: Exchange, state: PartialState, signature: Signature) -> bool:
+        """Whether this swap is that exchange's, of such states."""
+        return exchange is self._exchange and signature is self.signature and self._fits(state)
 
     def __call__(self, state: Any, out: Any, attempt: Attempt | None = None) -> PartialState | None:
         """Merge, and give the result; None where this call is not like the last, or the communicator not free.
