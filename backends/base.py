@@ -19,7 +19,8 @@ A backend says which kernels run for a call, and how the states they make are me
    when a function is called, and a result is ready for whoever uses it on that stream. Nothing waits for a device
    but ``to_host`` and ``from_host``, one of which the communicator calls before MPI sees any memory: they wait for
    that one stream, by event. ``ops.direct`` names device memory that a GPU-aware MPI may be given as it is, with the
-   methods of `treeattn.direct.DirectOps`; those of `treeattn.cards.Card` let cards be joined by NCCL.
+   methods of `treeattn.direct.DirectOps`; those of `treeattn.cards.Card` let cards be joined by NCCL, and those of `treeattn.peer_memory.PeerCard` let them
+   read each other's memory.
 6. Override `energy` where arrays live on a device; host arrays are served by the default.
 7. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
    ``treeattn.backends``. A plug-in that can't be loaded is left out, with a warning.

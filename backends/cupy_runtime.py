@@ -144,6 +144,21 @@ class CupyRuntime:
         """Join by NCCL."""
         return cupy_nccl.NcclGroup(lambda: self.stream, group, size, rank)
 
+    def export(self, size: int) -> tuple[Any, bytes]:
+        """Allocate apart from CuPy's pool: a piece of a larger allocation has no name of its own."""
+        memory = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(size), 0)
+        return self._cupy.ndarray((size,), "uint8", memory), self._cupy.cuda.runtime.ipcGetMemHandle(memory.ptr)
+
+    def attach(self, name: bytes, size: int) -> Any:
+        """Map by name; where cards can't read each other at all, the driver's error says so."""
+        mapped = self._cupy.cuda.runtime.ipcOpenMemHandle(name)
+        memory = self._cupy.cuda.UnownedMemory(mapped, size, self)
+        return self._cupy.ndarray((size,), "uint8", self._cupy.cuda.MemoryPointer(memory, 0))
+
+    def detach(self, array: Any) -> None:
+        """Unmap."""
+        self._cupy.cuda.runtime.ipcCloseMemHandle(array.data.ptr)
+
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> CupyKernel:
         """Compile with NVRTC or hiprtc; CuPy keeps the machine code on disk."""
         options = ["-std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]

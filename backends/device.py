@@ -143,6 +143,19 @@ class DeviceOps(StagedOps):
         """Join the cards of other ranks; collective."""
         return self._runtime.join(group, size, rank)
 
+    def export(self, size: int) -> tuple[DeviceBytes, bytes]:
+        """Allocate bytes on the card that other processes' cards can map, and give their name."""
+        array, name = self._runtime.export(size)
+        return DeviceBytes(array, 0, size), name
+
+    def attach(self, name: bytes, size: int) -> DeviceBytes:
+        """Map what another process on this host has exported."""
+        return DeviceBytes(self._runtime.attach(name, size), 0, size)
+
+    def detach(self, memory: DeviceBytes) -> None:
+        """Unmap it."""
+        self._runtime.detach(memory.array)
+
     def _on_rows(self, name: str, out: Any, sources: Sequence[Any], form: WireForm) -> None:
         if form.rows:
             call = pack_merge([address(each) for each in sources], address(out), width=form.width)

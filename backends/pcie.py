@@ -1,7 +1,8 @@
 """The backend ``pcie``: consumer cards without a path between them but the host, of either family.
 
-On a card it is what `nvidia` or `amd` is. The difference is a promise about the wire: states always travel through
-pinned host memory, never from card to card, whatever a driver or an MPI claims to be able to.
+On a card it is what `nvidia` or `amd` is. The difference is a promise about the wire: states travel through pinned
+host memory, whatever a driver or an MPI claims to be able to. Cards read each other's memory only on the plans that are
+asked for by name and try it with data first, "p2p" and "nccl".
 """
 
 from __future__ import annotations

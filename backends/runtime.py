@@ -67,5 +67,14 @@ class Runtime(Protocol):
     def join(self, group: bytes, size: int, rank: int) -> Any:
         """Join the other ranks' cards, when all have come; gives what `treeattn.cards.Group` describes."""
 
+    def export(self, size: int) -> tuple[Any, bytes]:
+        """Allocate bytes that other processes' cards can map; give them, and the name under which they do."""
+
+    def attach(self, name: bytes, size: int) -> Any:
+        """Map what another process on this host has exported."""
+
+    def detach(self, array: Any) -> None:
+        """Unmap it."""
+
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> Kernel:
         """Compile a kernel; without ``contract``, no multiplication and addition may be fused."""

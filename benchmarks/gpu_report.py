@@ -67,6 +67,7 @@ def run(command: Sequence[str], file: TextIO, end: float) -> str:
     """Run one command, keep all it prints, and say how it ended."""
     print("$", *command, file=file, flush=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "PYTHONUNBUFFERED": "1"}
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # else JAX takes most of the card's memory from the others
     left = end - time.monotonic()
     if left <= 0:
         return "not run: no time was left"

@@ -25,7 +25,7 @@ from treeattn.executor import Exchange
 from treeattn.state import PartialState
 from treeattn.transport import Bytes, Meanwhile, nothing
 
-__all__ = ["Card", "CardExchange", "Cards", "Group", "open_cards"]
+__all__ = ["Card", "CardExchange", "Cards", "Group", "open_cards", "reasons_of", "refuse_wrong_bytes", "this_card"]
 
 PATTERN_BYTES = 2**16
 """Bytes that each rank reads of each other's card before it believes them."""
@@ -96,6 +96,18 @@ class Cards:
 
     def __init__(self, card: Any, group: Group, size: int, wait: Wait) -> None:
         self.card, self.group, self._size, self._wait_for = card, group, size, wait
+
+    def exchange(self, session: Any, *common: Any) -> CardExchange:
+        """Make the exchange of a session; all go through the same group."""
+        return CardExchange(self, *common)
+
+    def free(self) -> None:
+        """Give the group back; collective."""
+        self.group.free()
+
+    def abort(self) -> None:
+        """Give the group back where others may be lost."""
+        self.group.abort()
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Ask until ``ready()``, never by a call that blocks: a card that another rank has left stays busy for ever."""
@@ -186,9 +198,10 @@ def open_cards(
     BackendError
         On every rank: a rank has no card or no NCCL, ranks share a card, or bytes came otherwise than they were.
     """
-    card, reasons = _this_card()
+    card, reasons = this_card()
+    reasons = reasons or card.join_reasons()
     told = consult("TreeComm", (), {"bus": card.bus_id() if card else "", "reasons": reasons})
-    if problems := [*_reasons_of(told, hosts), *_shared_cards(told, hosts)]:
+    if problems := [*reasons_of(told, hosts), *_shared_cards(told, hosts)]:
         raise BackendError(f"plan 'nccl' can't be used: {'; '.join(problems)}")
     (name, *_) = (
         each["group"] for each in consult("TreeComm", (), {"group": card.new_group().hex() if not rank else ""})
@@ -201,25 +214,28 @@ def open_cards(
         wrong = cards.wrong_ranks(rank)
     except Exception as failed:  # whatever it is, the others must hear of it before it is raised here
         error = failed
-    found = consult("TreeComm", (), {"wrong": wrong}, error)
-    _refuse_wrong_bytes([each["wrong"] for each in found], cards)
+    found = [each["wrong"] for each in consult("TreeComm", (), {"wrong": wrong}, error)]
     assert cards is not None, "an error was raised on every rank"
+    if any(found):
+        cards.abort()
+    remedy = "set NCCL_P2P_DISABLE=1, which keeps cards from reading each other's memory, or use another plan"
+    refuse_wrong_bytes("nccl", found, remedy)
     return cards
 
 
-def _this_card() -> tuple[Any, list[str]]:
+def this_card() -> tuple[Any, list[str]]:
     """Give this rank's card, or None and the reasons why there is none."""
     from treeattn.backends import registry  # here: the backends know nothing of communicators
 
     reasons = {name: registry.load(name).reasons() for name in ("nvidia", "amd")}
     for name, found in reasons.items():
         if not found:
-            card: Any = registry.load(name).ops
-            return card, card.join_reasons()
+            return registry.load(name).ops, []
     return None, [f"{name}: {', '.join(found)}" for name, found in reasons.items()]
 
 
-def _reasons_of(told: list[dict[str, Any]], hosts: Sequence[str]) -> list[str]:
+def reasons_of(told: list[dict[str, Any]], hosts: Sequence[str]) -> list[str]:
+    """Put together why ranks can't be joined, each rank's with its number and host."""
     return [
         f"rank {rank} on host {hosts[rank]}: {'; '.join(each['reasons'])}"
         for rank, each in enumerate(told)
@@ -236,13 +252,8 @@ def _shared_cards(told: list[dict[str, Any]], hosts: Sequence[str]) -> list[str]
     ]
 
 
-def _refuse_wrong_bytes(wrong: list[list[int]], cards: Cards | None) -> None:
-    pairs = [f"{source} to {rank}" for rank, sources in enumerate(wrong) for source in sources]
-    if not pairs:
-        return
-    if cards is not None:
-        cards.group.abort()
-    remedy = "set NCCL_P2P_DISABLE=1, which keeps cards from reading each other's memory, or use another plan"
-    raise BackendError(
-        f"plan 'nccl' can't be used: other bytes came than were sent, from rank {', '.join(pairs)}: {remedy}"
-    )
+def refuse_wrong_bytes(plan: str, wrong: list[list[int]], remedy: str) -> None:
+    """Raise if any rank's card read other bytes than another's held: ``wrong`` has those others, by rank."""
+    if pairs := [f"{source} to {rank}" for rank, sources in enumerate(wrong) for source in sources]:
+        others = f"other bytes came than were sent, from rank {', '.join(pairs)}"
+        raise BackendError(f"plan {plan!r} can't be used: {others}: {remedy}")

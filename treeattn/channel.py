@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from treeattn.counting import Count
 from treeattn.errors import CommError, RankTimeout
@@ -14,9 +14,9 @@ from treeattn.rounds import Tally
 from treeattn.transport import Mark, Silence, Transport
 
 if TYPE_CHECKING:
-    from treeattn.cards import Cards
+    from treeattn.executor import Exchange
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Joined"]
 
 T = TypeVar("T")
 
@@ -27,6 +27,19 @@ GRACE = 0.5, 5.0
 """At least and at most so many seconds are ranks given to answer the roll; in between, half the time-out."""
 
 _LENGTH = struct.Struct("<I")
+
+
+class Joined(Protocol):
+    """Cards of all ranks that carry states themselves, however they are joined."""
+
+    def exchange(self, session: Any, *common: Any) -> Exchange:
+        """Make an exchange of a session, of what `treeattn.executor.Exchange` takes."""
+
+    def free(self) -> None:
+        """Give the cards back; collective."""
+
+    def abort(self) -> None:
+        """Give them back where others may be lost."""
 
 
 class Channel:
@@ -44,7 +57,7 @@ class Channel:
         self.steps, self.freed = Count(), False
         self._branches: list[Transport] = []
         self.gpu_memory = Verdict((), "not asked")
-        self.cards: Cards | None = None
+        self.cards: Joined | None = None
         self.collective = ""
         self.wire_dtype: str | None = None
         self.name_hosts(("unknown",) * self.size)
@@ -124,13 +137,13 @@ class Channel:
             self.guard.close("this communicator was freed")
             self.freed = True
             if self.cards is not None:
-                self.cards.group.free()
+                self.cards.free()
             for transport in (*self._branches, self.transport):
                 transport.free()
 
     def _break(self, reason: str) -> None:
         self.guard.close(f"this communicator is broken ({reason}); end the job, or make another of the ranks left")
         if self.cards is not None:
-            self.cards.group.abort()
+            self.cards.abort()
         for transport in (*self._branches, self.transport):
             transport.abandon()

@@ -22,6 +22,7 @@ from treeattn.errors import InputError
 from treeattn.gpu_mpi import Verdict, agreed
 from treeattn.joining import Settings, map_hosts, notes_on, open_transport, under_launcher
 from treeattn.lanes import Lanes, Reduction
+from treeattn.peer_memory import open_peers
 from treeattn.plan import Plan, Stats, Usage
 from treeattn.planner import plan_bcast
 from treeattn.planning import Planning
@@ -65,7 +66,8 @@ class TreeComm:
         pure function of hosts and payload. "auto" measures a model instead, at the first merge, which takes about a
         second, and remembers it with ``comm``. Shared memory is used where ranks of a host have it and a state is at
         most 64 KiB, messages elsewhere; with the same radices that changes no bits. "nccl" lets states go from card to
-        card by NCCL or RCCL, where every rank has a card of its own (not yet run on one), and merges in rank order.
+        card by NCCL or RCCL, where every rank has a card of its own (not yet run on one), and merges in rank order;
+        "p2p" lets the cards of one host read them from each other's memory, after a trial (likewise), with those bits.
         "mpi" lets MPI's own collective merge states on the host, in one call, with a compiled operator. MPI then
         decides the order: all ranks have the same bits on Open MPI and MPICH, though MPI's standard does not promise
         it, but not those of other plans, nor `reduce` those of `allreduce`. It is for ranks of MPI, and takes neither
@@ -163,6 +165,10 @@ class TreeComm:
         self._planning = Planning(channel, settings, near, notes)
         if settings.collective == "nccl":
             channel.cards = open_cards(self.rank, channel.hosts, self.consult, transport.wait_for, transport.watched)
+        elif settings.collective == "p2p":
+            channel.cards = open_peers(
+                self.rank, channel.hosts, self.consult, transport.wait_for, lambda: channel.gather(b"")
+            )
 
     @property
     def hosts(self) -> tuple[str, ...]:

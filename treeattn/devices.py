@@ -90,10 +90,10 @@ class DeviceBytes:
     start, size : int
     """
 
-    __slots__ = ("_array", "_start", "data", "size")
+    __slots__ = ("_start", "array", "data", "size")
 
     def __init__(self, array: Any, start: int, size: int) -> None:
-        self._array, self._start, self.data, self.size = array, start, array.data + start, size
+        self.array, self._start, self.data, self.size = array, start, array.data + start, size
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ class DeviceBytes:
 
     def __getitem__(self, at: slice) -> DeviceBytes:
         start, end, _ = at.indices(self.size)
-        return DeviceBytes(self._array, self._start + start, end - start)
+        return DeviceBytes(self.array, self._start + start, end - start)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

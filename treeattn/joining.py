@@ -24,8 +24,8 @@ __all__ = ["Settings", "map_hosts", "notes_on", "open_transport", "under_launche
 TIMEOUT_VARIABLE = "TREEATTN_TIMEOUT"
 DEFAULT_TIMEOUT = 300.0
 
-COLLECTIVES = ("nccl", "mpi")
-"""Plans in which a collective carries the states."""
+COLLECTIVES = ("nccl", "p2p", "mpi")
+"""Plans in which something other than a tree of messages carries the states."""
 
 
 def open_transport(comm: Any, timeout: Any) -> Transport:
@@ -95,8 +95,8 @@ class Settings:
     deterministic : bool
     timeout : float
         Seconds; 0 waits for ever.
-    collective : "nccl", "mpi" or ""
-        Whose collective carries states, if any does; messages, headers among them, then follow the default plan.
+    collective : "nccl", "p2p", "mpi" or ""
+        What carries states, if not messages, which follow the default plan then, headers among them.
     wire_dtype : str or None
         What o travels in, if it is not the states' own.
     """

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from treeattn.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Header, Signature, conclude
-from treeattn.cards import CardExchange
 from treeattn.channel import Channel
 from treeattn.collective import CollectiveExchange
 from treeattn.direct import DirectOps
@@ -171,7 +170,7 @@ class Session:
             channel = self._channel
             common = plan, channel.branch(), self.window, form, channel.tally
             if channel.cards is not None:
-                found = CardExchange(channel.cards, *common)
+                found = channel.cards.exchange(self, *common)
             elif channel.collective == "mpi":
                 found = CollectiveExchange(*common)
             else:

@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - registers its dtypes with NumPy
@@ -23,7 +23,7 @@ from treeattn.kernels.gpu.targets import target_of
 
 __all__ = ["FakeCard", "FakeCardBackend", "FaultingArray"]
 
-ARENA = 64 * 2**20
+ARENA = 128 * 2**20
 ALIGNMENT = 256
 NO_ACCESS, READ_WRITE = 0, 3
 IDENTITY = """
@@ -108,7 +108,7 @@ class FakeKernel:
         (call,) = arguments if len(arguments) == 1 else (np.array(arguments),)
         order = np.random.default_rng(self._card.launches).permutation(blocks)
         self._card.launches += 1
-        with EMULATED, self._card.access():
+        with EMULATED, self._card.access_with_peers():
             self._card.emulator.launch(self._library, call, order, self._card.target.wave)
 
     def resident_blocks(self) -> int:
@@ -124,6 +124,7 @@ class FakeCard:
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.used = self.launches = self.copies = self.waits = 0
         self.bus_id, self.lies = f"0000:{id(self) % 2**16:04x}:00.0", False
+        self.mapped: list[FakeCard] = []
         self.stream, self._engine = 0, threading.Lock()
         self.pending: Callable[[], bool] = _nothing
         self.captured: list[Callable[[], None]] | None = None
@@ -141,6 +142,14 @@ class FakeCard:
                 yield
             finally:
                 self._protect(NO_ACCESS)
+
+    @contextmanager
+    def access_with_peers(self) -> Iterator[None]:
+        """Let the CPU in as a kernel of this card, which also sees what is mapped of others."""
+        with ExitStack() as opened:
+            for card in {self, *self.mapped}:
+                opened.enter_context(card.access())
+            yield
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> FaultingArray:
         self.refuse_in_capture("an allocation")
@@ -210,6 +219,23 @@ class FakeCard:
     def join(self, group: bytes, size: int, rank: int) -> FakeGroup:
         return FakeGroup(self, GROUPS.setdefault(group, Meeting(size)), rank)
 
+    def export(self, size: int) -> tuple[FaultingArray, bytes]:
+        array, name = self.empty((size,), "uint8"), os.urandom(64)
+        EXPORTED[name] = array
+        return array, name
+
+    def attach(self, name: bytes, size: int) -> FaultingArray:
+        array = EXPORTED[name]
+        assert array.nbytes == size
+        if self.lies:  # a driver that says yes, and maps what is no longer there: this card never sees a change
+            return self.upload(array.get())
+        self.mapped.append(array.card)
+        return array
+
+    def detach(self, array: FaultingArray) -> None:
+        if array.card is not self:
+            self.mapped.remove(array.card)
+
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> FakeKernel:
         self.refuse_in_capture("compiling")
         attention = kernel in ("treeattn_vector", "treeattn_matrix")
@@ -219,6 +245,9 @@ class FakeCard:
         if self.target.dialect == "hip" and kernel == "treeattn_matrix":
             defines = {**defines, "TA_HIP": "1"}
         return FakeKernel(self, self.emulator.compile(text, kernel, struct, defines), kernel)
+
+
+EXPORTED: dict[bytes, FaultingArray] = {}
 
 
 class Meeting:

@@ -14,7 +14,7 @@ from fake_card import FakeCard, FakeCardBackend
 from test_direct import fetched, on_card, state_of
 
 import treeattn
-from treeattn import PartialState, TreeComm, cards
+from treeattn import PartialState, TreeComm, cards, peer_memory
 from treeattn.backends import cupy_nccl
 from treeattn.errors import BackendError, InputError, RankTimeout
 from treeattn.testing import run_ranks
@@ -27,10 +27,10 @@ def backends(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> list[FakeCardBac
     made = [FakeCardBackend(FakeCard(emulator)) for _ in range(5)]
 
     def this_card() -> tuple[Any, list[str]]:
-        card: Any = made[int(threading.current_thread().name.removeprefix("rank "))].ops
-        return card, card.join_reasons()
+        return made[int(threading.current_thread().name.removeprefix("rank "))].ops, []
 
-    monkeypatch.setattr(cards, "_this_card", this_card)
+    for module in (cards, peer_memory):
+        monkeypatch.setattr(module, "this_card", this_card)
     return made
 
 

@@ -27,7 +27,7 @@ class CardBytes:
         self._data, self.size = data, data.size
 
     def __setitem__(self, at: slice, arrived: Any) -> None:
-        self._data._array.card.copy_in(np.ascontiguousarray(arrived), self._data[at])
+        self._data.array.card.copy_in(np.ascontiguousarray(arrived), self._data[at])
 
 
 def aware(transport: ThreadTransport, verdict: Verdict = CUDA) -> Any:
@@ -45,7 +45,7 @@ def aware(transport: ThreadTransport, verdict: Verdict = CUDA) -> Any:
                 return super().isend(data, dest, tag)
             Aware.sent_from_card += 1
             seen = np.empty(data.size, np.uint8)
-            data._array.card.copy_out(data, seen)
+            data.array.card.copy_out(data, seen)
             return super().isend(seen, dest, tag)
 
         def irecv(self, data: Any, source: int, tag: int) -> Any:

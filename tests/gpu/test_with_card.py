@@ -137,9 +137,17 @@ def test_jax_arrays_come_and_go(dtype: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_that_share_a_card_end_with_the_same_bits(mpirun: Any, ranks: int) -> None:
     the_backend()
-    job = mpirun(Path(__file__).with_name("decode_on_card.py"), ranks, timeout=180)
+    job = mpirun(Path(__file__).with_name("decode_on_card.py"), ranks, timeout=100)
     assert len(job.reports) == ranks
     assert len({report["bits"] for report in job.reports}) == 1
+
+
+def test_ranks_that_share_a_card_read_each_others_memory(mpirun: Any) -> None:
+    """Between processes on one card, memory is mapped as it is between cards."""
+    the_backend()
+    job = mpirun(Path(__file__).with_name("decode_on_card.py"), 2, "p2p", timeout=100)
+    assert len({report["bits"] for report in job.reports}) == 1
+    assert len(job.reports) == 2
 
 
 def test_a_captured_graph_follows_the_lengths_on_the_card() -> None:
