@@ -121,7 +121,7 @@ def test_the_list_of_commands_has_whole_sentences(treeattn):
         ("--tokens", "3000", "--causal", "--q-tokens", "2", "--layout", "bthd"),
         ("--root", "0", "--deterministic", "--plan", "2,all", "--seed", "5"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_decode_verifies_every_option(treeattn, monkeypatch, options):
     monkeypatch.setattr("treeattn.cli.workload.PIECE_ELEMENTS", 2**15)
@@ -316,6 +316,27 @@ def test_bad_input_is_one_sentence(treeattn, arguments, status, sentence):
     extra = SMALL if arguments[0] == "decode" and arguments[1].startswith(("--root", "--json", "--backend")) else ()
     ended = treeattn(*arguments[:1], *extra, *arguments[1:])
     assert ended.status == status
+    assert ended.err.startswith(f"treeattn: {sentence}")
+    assert len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["topology", "--plan", "spiral"], "plan: expected "),
+        (["topology", "--model", "spiral"], "model: expected one of "),
+        (["topology", "--hosts", "a"], "hosts: expected 2 labels, one per rank, got 1 (a)"),
+        (["topology", "--root", "2"], "--root: expected a rank from 0 to 1, got 2"),
+        (["decode", "--root", "-1"], "--root: expected a rank from 0 to 1, got -1"),
+        (["decode", "--hosts", "a,b,c"], "hosts: expected 2 labels, one per rank, got 3 (a, b, c)"),
+        (["decode", "--plan", "spiral"], "plan: expected "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_all_ranks_would_refuse_is_refused_before_any_is_started(treeattn, monkeypatch, arguments, sentence):
+    monkeypatch.setattr("treeattn.cli.options.run", lambda *_: pytest.fail("ranks were started"))
+    ended = treeattn(*arguments, "--ranks", "2")
+    assert ended.status == 1
     assert ended.err.startswith(f"treeattn: {sentence}")
     assert len(ended.err.splitlines()) == 1
 

@@ -166,7 +166,8 @@ def test_long_states_go_in_parts(plan, arrival, monkeypatch):
 
 
 def test_long_states_are_counted_by_parts_and_a_rank_without_one_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr("treeattn.rounds.LARGEST_MESSAGE", 50)
+    for module in ("rounds", "plan"):
+        monkeypatch.setattr(f"treeattn.{module}.LARGEST_MESSAGE", 50)
     states = states_of(2)
 
     def body(transport):
@@ -175,6 +176,7 @@ def test_long_states_are_counted_by_parts_and_a_rank_without_one_keeps_nobody_wa
             before = comm.stats
             right = bits(comm.allreduce(states[comm.rank]))
             counted = comm.stats - before
+            assert counted == comm.plan_for(states[0].nbytes).predict(states[0].nbytes).per_rank[comm.rank]
             text = message_of(lambda: comm.allreduce(None if comm.rank else states[0]))
             assert bits(comm.allreduce(states[comm.rank])) == right
             return counted.messages, counted.bytes, text.split(":")[0]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeattn.costs import cost
+from treeattn.costs import DEFAULT_MODEL, CostModel, cost, read_model
 from treeattn.errors import InputError
 from treeattn.plan import HEADER_BYTES, Merge, Message, Plan, Radices, Round, Stats
 from treeattn.planner import parse_radices, plan_allreduce, plan_bcast, plan_reduce
@@ -374,10 +374,17 @@ def test_plan_takes_names_radices_and_plans(plan, radices):
     assert parse_radices(plan) == radices
 
 
-@pytest.mark.parametrize("radix", [0, 1, -2, 2.5, True, "2"])
+def short(value):
+    """Name a test by a value that Python may refuse to write whole."""
+    return hex(value)[:12] if isinstance(value, int) else str(value)[:20]
+
+
+@pytest.mark.parametrize("radix", [0, 1, -2, 2.5, True, "2", 10**9, 10**5000, -(10**5000)], ids=short)
 @pytest.mark.parametrize("level", ["inside", "rack", "between"])
 def test_no_radix_is_below_two(level, radix):
-    with pytest.raises(InputError, match=f"^{level}: expected a number of at least 2, or None for all, got "):
+    with pytest.raises(
+        InputError, match=f"^{level}: expected a number of at least 2 and below 1e9, or None for all, got "
+    ):
         Radices(**{level: radix})
 
 
@@ -405,11 +412,16 @@ def test_any_radices_read_back_what_they_print(radices):
         "2,2,leaders=",
         "2,reducex",
         "shared,shared",
+        f"{'9' * 5000},2",
+        f"2,2,leaders={'9' * 5000}",
+        (10**5000, 2),
     ],
+    ids=lambda plan: short(plan[0] if isinstance(plan, tuple) else plan),
 )
 def test_what_is_no_plan_is_refused_with_a_sentence(plan):
-    with pytest.raises(InputError, match=r"^plan: expected "):
+    with pytest.raises(InputError, match=r"^plan: expected ") as refused:
         parse_radices(plan)
+    assert len(str(refused.value)) < 250
 
 
 @given(host_maps(), RADICES)
@@ -511,3 +523,34 @@ def test_whatever_stands_in_the_file_of_a_plan_it_is_refused_or_can_be_drawn_and
 def test_what_is_no_written_plan_is_refused_with_a_sentence(found):
     with pytest.raises(InputError, match=r"^plan: expected JSON as Plan.to_json writes it, got "):
         Plan.from_json(json.dumps(found))
+
+
+def test_a_file_of_another_kind_is_refused_by_what_it_is(tmp_path):
+    model, plan = DEFAULT_MODEL.to_json(), plan_allreduce("ab").to_json()
+    with pytest.raises(InputError, match=r"got a cost model; it is what model= and --model take$"):
+        Plan.from_json(model)
+    with pytest.raises(InputError, match=r"got a plan; it is what plan= and --plan take$"):
+        CostModel.from_json(plan)
+    (tmp_path / "plan.json").write_text(plan)
+    with pytest.raises(InputError, match=r"^model: expected .* got a plan"):
+        read_model(tmp_path / "plan.json")
+    with pytest.raises(InputError, match=r"^model: expected .* got what --calibrate has measured$"):
+        CostModel.from_json('{"samples": [], "plans": [], "chosen": "all,all"}')
+
+
+@given(host_maps(), RADICES, st.integers(1, 1000))
+@settings(deadline=None, max_examples=50)
+def test_long_messages_count_by_their_parts(hosts, radices, limit):
+    """Follow from the plan's messages: as many parts as fit their bytes; and of the array, as often the rounds."""
+    plan, root = plan_allreduce(hosts, radices), len(hosts) - 1
+    array = plan_bcast(hosts, root)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("treeattn.plan.LARGEST_MESSAGE", limit)
+        total, of_array = plan.predict(PAYLOAD).total, array.predict(PAYLOAD).total
+    pieces = plan.piece_bytes(PAYLOAD)
+    sent = [message for each in plan.rounds if not each.shared for message in each.messages]
+    sizes = [plan.message_bytes(message.slots, pieces[message.piece]) for message in sent]
+    assert total.messages == sum(-(-size // limit) for size in sizes)
+    assert total.bytes == sum(sizes)
+    assert of_array.messages == -(-PAYLOAD // limit) * root
+    assert of_array.rounds == -(-PAYLOAD // limit) * len(array.rounds)

@@ -16,7 +16,7 @@ from typing import Any
 from treeattn.catalog import LINKS, Link, check_amount, look_up
 from treeattn.errors import InputError
 from treeattn.plan import Message, Plan, Round
-from treeattn.saved import text_of
+from treeattn.saved import loaded, text_of
 from treeattn.topology import rack_of
 
 __all__ = ["DEFAULT_MODEL", "PRESETS", "Cost", "CostModel", "PlanCost", "cost", "read_model"]
@@ -102,14 +102,15 @@ class CostModel:
         InputError
             It is something else.
         """
+        expected = "JSON as CostModel.to_json writes it"
+        found = loaded("model", text, expected)
         try:
-            found = json.loads(text)
             read: dict[str, Any] = {
                 name: _link(value) if name in _WAYS else float(value) for name, value in found.items()
             }
             return cls(**read)
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise InputError.of("model", expected="JSON as CostModel.to_json writes it", got=str(error)) from None
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise InputError.of("model", expected=expected, got=str(error)) from None
 
 
 _WAYS = "inside", "between", "rack", "window"

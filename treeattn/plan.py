@@ -23,6 +23,7 @@ from treeattn.radices import Radices, read_radices
 
 __all__ = [
     "HEADER_BYTES",
+    "LARGEST_MESSAGE",
     "Merge",
     "Message",
     "Plan",
@@ -37,6 +38,9 @@ __all__ = [
 
 HEADER_BYTES = 32
 """Bytes of the header that stands before each record, and that travels alone where there is nothing else to say."""
+
+LARGEST_MESSAGE = 2**30
+"""MPI counts in 32 bits: what is longer travels as several messages of at most this many bytes."""
 
 Level: TypeAlias = Literal["inside", "rack", "between"]
 Action: TypeAlias = Literal["reduce", "gather", "exchange", "broadcast", "acknowledge"]
@@ -260,6 +264,9 @@ class Plan:
         bytes down, H - 1 of each between hosts; in one round per level, (n - 1) (S + 32) bytes. A bcast takes
         n - 1 messages of ``payload_bytes``, H - 1 of them between hosts.
 
+        What is longer than `LARGEST_MESSAGE` (1 GiB) goes, and counts, as so many messages as that takes; an array
+        goes down a bcast's rounds once for each.
+
         The scheme "reduce" takes 2 (H - 1) messages of S bytes between hosts, in 2 ceil(log_r H) rounds. A level of
         racks is like one of hosts, with R racks for H hosts between them. With L pieces, everything is sent L times,
         of states of ``payload_bytes`` / L: the same bytes but for headers, from L ranks of a host.
@@ -270,10 +277,12 @@ class Plan:
         sent, pieces = [[0, 0, 0, 0] for _ in self.hosts], self.piece_bytes(payload_bytes, rows)
         for message in (message for each in self.rounds if not each.shared for message in each.messages):
             size, between = self.message_bytes(message.slots, pieces[message.piece]), self.crosses(message)
-            tally = sent[message.source]
-            for index, more in enumerate((1, size, between, between * size)):
+            tally, parts = sent[message.source], _parts(size)
+            for index, more in enumerate((parts, size, between * parts, between * size)):
                 tally[index] += more
-        per_rank = tuple(Stats(len(self.rounds), a, b, self.rounds_between, c, d) for a, b, c, d in sent)
+        times = _parts(payload_bytes) if self.operation == "bcast" else 1
+        rounds, across = times * len(self.rounds), times * self.rounds_between
+        per_rank = tuple(Stats(rounds, a, b, across, c, d) for a, b, c, d in sent)
         return Prediction(per_rank, Stats.total(per_rank))
 
     def crosses(self, message: Message) -> bool:
@@ -301,17 +310,18 @@ class Plan:
         >>> Plan.from_json(plan.to_json()) == plan
         True
         """
-        from treeattn.saved import check_plan  # only what was written elsewhere needs it
+        from treeattn.saved import check_plan, loaded  # only what was written elsewhere needs them
 
+        expected = "JSON as Plan.to_json writes it"
+        found = loaded("plan", text, expected)
         try:
-            found = json.loads(text)
             rounds = tuple(map(_round, found.pop("rounds")))
             hosts, radices = found.pop("hosts"), read_radices(found.pop("radices"))
             if radices is None or not isinstance(hosts, list) or not hosts:
                 raise ValueError("no radices, or no list of hosts")
             return check_plan(cls(hosts=tuple(map(str, hosts)), radices=radices, rounds=rounds, **found))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise InputError.of("plan", expected="JSON as Plan.to_json writes it", got=repr(error)) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError.of("plan", expected=expected, got=repr(error)) from None
 
     def draw(self) -> str:
         """Draw the tree as text: hosts and their ranks, then the rounds."""
@@ -337,6 +347,11 @@ def spans(count: int, pieces: int) -> tuple[range, ...]:
     size, larger = divmod(count, pieces)
     edges = [piece * size + min(piece, larger) for piece in range(pieces + 1)]
     return tuple(starmap(range, pairwise(edges)))
+
+
+def _parts(nbytes: int) -> int:
+    """Messages that so many bytes take; an empty one is one too."""
+    return max(1, -(-nbytes // LARGEST_MESSAGE))
 
 
 def _count(number: int, noun: str) -> str:

@@ -15,6 +15,14 @@ Radix: TypeAlias = "int | None"
 
 _REDUCE, _LEADERS = "reduce", "leaders="
 
+LARGEST = 10**9
+"""No job has as many ranks; Python writes and reads numbers of some thousand digits only when it is asked to."""
+
+LONGEST = 60
+"""Characters of what was given that an error shows."""
+
+_COUNT, _RADIX = "a number of at least 1 and below 1e9", "a number of at least 2 and below 1e9"
+
 
 @dataclass(frozen=True, slots=True)
 class Radices:
@@ -57,9 +65,9 @@ class Radices:
         rack = None if self.rack == "skip" else self.rack
         for name, radix in (("inside", inside), ("between", self.between), ("rack", rack)):
             if radix is not None and not _is_count(radix, 2):
-                raise InputError.of(name, expected="a number of at least 2, or None for all", got=repr(radix))
+                raise InputError.of(name, expected=f"{_RADIX}, or None for all", got=_brief(radix))
         if self.leaders != "all" and not _is_count(self.leaders, 1):
-            raise InputError.of("leaders", expected='a number of at least 1, or "all"', got=repr(self.leaders))
+            raise InputError.of("leaders", expected=f'{_COUNT}, or "all"', got=_brief(self.leaders))
         if self.scheme not in ("exchange", "reduce"):
             raise InputError.of("scheme", expected='"exchange" or "reduce"', got=repr(self.scheme))
 
@@ -73,7 +81,15 @@ class Radices:
 
 
 def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < LARGEST
+
+
+def _brief(value: Any) -> str:
+    """Write what was given; of numbers that Python refuses to write, that they are large."""
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
 
 
 def _text(radix: Any) -> str:
@@ -137,8 +153,8 @@ def _radix(value: Any) -> int | None:
     if value is None or value == "all":
         return None
     number = _number(value)
-    if number is None or number < 2:
-        raise InputError.of("plan", expected='each radix a number of at least 2, or "all"', got=repr(value))
+    if not _is_count(number, 2):
+        raise InputError.of("plan", expected=f'each radix {_RADIX}, or "all"', got=_brief(value))
     return number
 
 
@@ -146,11 +162,12 @@ def _leaders(value: Any) -> int | Literal["all"]:
     number = _number(value)
     if value == "all":
         return "all"
-    if number is None or number < 1:
-        raise InputError.of("plan", expected='leaders= a number of at least 1, or "all"', got=repr(value))
+    if number is None or not _is_count(number, 1):
+        raise InputError.of("plan", expected=f'leaders= {_COUNT}, or "all"', got=_brief(value))
     return number
 
 
 def _number(value: Any) -> int | None:
-    value = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    if isinstance(value, str) and value.strip().isdecimal() and len(value.strip()) < len(str(LARGEST)):
+        value = int(value)
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None

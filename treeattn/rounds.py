@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.counting import Count
-from treeattn.plan import HEADER_BYTES, RankRound, Stats, Usage
+from treeattn.plan import HEADER_BYTES, LARGEST_MESSAGE, RankRound, Stats, Usage
 from treeattn.state import PartialState, StateOps
-from treeattn.transport import LARGEST_MESSAGE, Bytes, Meanwhile, Silence, Transport, Usual, nothing
+from treeattn.transport import Bytes, Meanwhile, Silence, Transport, Usual, nothing
 from treeattn.waiting import nap
 from treeattn.window import Window, compiled
 from treeattn.wire_form import WireForm, merger

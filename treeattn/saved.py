@@ -1,15 +1,23 @@
-"""What may stand in a file that holds a plan: a file may be damaged, edited, or of another kind."""
+"""What may stand in a file that holds a plan or a model: it may be damaged, edited, or of another kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from treeattn.errors import InputError
 from treeattn.plan import Action, Level, Plan, Round
 
-__all__ = ["check_plan", "text_of"]
+__all__ = ["check_plan", "loaded", "text_of"]
+
+KINDS: Mapping[str, tuple[set[str], str]] = {
+    "plan": ({"operation", "hosts", "rounds"}, "a plan"),
+    "model": ({"inside", "between"}, "a cost model"),
+    "": ({"samples", "plans"}, "what --calibrate has measured"),
+}
+"""Kinds of files, by the argument that takes them: names that are in them, and what that is."""
 
 
 def text_of(argument: str, path: Any) -> str | None:
@@ -29,6 +37,26 @@ def text_of(argument: str, path: Any) -> str | None:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError.of(argument, expected="a readable text file", got=f"{path} ({error})") from None
+
+
+def loaded(argument: str, text: str, expected: str) -> Any:
+    """Read JSON that was written for ``argument``, "plan" or "model".
+
+    Raises
+    ------
+    InputError
+        It is no JSON, or was written for something else: the message says for what.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError.of(argument, expected=expected, got=str(error)) from None
+    have = set(found) if isinstance(found, dict) else set()
+    for other, (names, what) in KINDS.items():
+        if other != argument and names <= have:
+            hint = f"it is what {other}= and --{other} take" if other else ""
+            raise InputError.of(argument, expected=expected, got=what, hint=hint)
+    return found
 
 
 def check_plan(plan: Plan) -> Plan:

@@ -16,7 +16,6 @@ from treeattn.clocks import Clock, WallTime
 from treeattn.gpu_mpi import Verdict
 
 __all__ = [
-    "LARGEST_MESSAGE",
     "Bytes",
     "Mark",
     "Meanwhile",
@@ -30,9 +29,6 @@ __all__ = [
 ]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-LARGEST_MESSAGE = 2**30
-"""MPI counts in 32 bits: what is longer travels as several messages of at most this many bytes."""
 
 REMEMBERED, REST = 4, 0.75
 """So many waits are remembered, and that part of the shortest is a rest."""

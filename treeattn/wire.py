@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from treeattn.channel import Channel
 from treeattn.overlap import beside
-from treeattn.plan import Usage
-from treeattn.transport import LARGEST_MESSAGE, Bytes
+from treeattn.plan import LARGEST_MESSAGE, Usage
+from treeattn.transport import Bytes
 
 __all__ = ["LARGEST_MESSAGE", "Pending", "Wire", "pieces"]
 

@@ -16,6 +16,7 @@ from treeattn.arrays import FLOAT_DTYPES
 from treeattn.errors import InputError
 from treeattn.inputs import LAYOUTS
 from treeattn.launch import launched, run
+from treeattn.topology import check_hosts
 
 __all__ = [
     "json_option",
@@ -135,11 +136,20 @@ def on_ranks(
                 check(**options)
             if ranks is None or _among(ranks):
                 return command(**options)
+            _check_against(ranks, **options)
             return run(ranks, [*_this_command(), *click.get_current_context().find_root().obj])
 
         return with_ranks
 
     return decorate
+
+
+def _check_against(ranks: int, hosts: tuple[str, ...] | None = None, root: int | None = None, **options: Any) -> None:
+    """Refuse what so many ranks would refuse, before a launcher tells the same at length."""
+    if hosts is not None:
+        check_hosts(hosts, ranks)
+    if root is not None and not 0 <= root < ranks:
+        raise InputError.of("--root", expected=f"a rank from 0 to {ranks - 1}", got=root)
 
 
 def _this_command() -> list[str]:

@@ -33,6 +33,20 @@ Examples:
 """
 
 
+def _check(*, plan: str, model: str, **options: Any) -> None:
+    """Refuse what can't work before any rank is started."""
+    from treeattn.plan import Plan
+    from treeattn.planner import parse_radices
+    from treeattn.saved import text_of
+
+    read_model(model)
+    text = text_of("plan", plan)
+    if text is None:
+        parse_radices(plan)
+    else:
+        Plan.from_json(text)
+
+
 @click.command(epilog=EXAMPLES)
 @click.option(
     "--payload",
@@ -52,7 +66,7 @@ Examples:
 )
 @plan_options
 @json_option
-@on_ranks()
+@on_ranks(check=_check)
 def topology(
     *,
     payload: int,
