@@ -4,27 +4,44 @@ A backend says which kernels run for a call, and how the states they make are me
 
 1. Subclass `Backend`. Set ``name``, the word that ``backend=`` takes, and ``capabilities``.
 2. Write `reasons`: every reason why it can't run here, or can't run this call, each one sentence with the remedy
-   where it is known. An empty list means that it can. Never a bare boolean: the reasons are what a user reads.
-3. Write `prepare`: choose kernels for a `Spec` (shapes, dtypes, strides, options; hashable, so results may be
-   cached by it) and return a function of the call's `Args`. It is called once per decode step with arrays that
-   match the spec; only the number of keys may differ from step to step. It may assume that everything was
-   validated, and must not read a key or value that is hidden.
-4. Set ``ops`` to an object with the methods of `treeattn.state.StateOps`; `treeattn.backends.host.HostOps` has them
-   for states in host memory. They merge and finish packed states, and take them to the wire and back
-   (``prepare_pack``, ``prepare_unpack``): there a state is relative to a whole power of two, and between the two it is
-   the host that merges. `treeattn.backends.host.StagedOps` has both for states that can be copied to the host and from
-   it. The tree never looks inside a state in any other way. ``merge``, packing and unpacking must give the bits of
-   `HostOps`, since ranks with different backends may meet.
-5. Keep to stream order, where the device has streams: everything runs on the stream that is the caller's current one
-   when a function is called, and a result is ready for whoever uses it on that stream. Nothing waits for a device
-   but ``to_host`` and ``from_host``, one of which the communicator calls before MPI sees any memory: they wait for
-   that one stream, by event. ``ops.direct`` names device memory that a GPU-aware MPI may be given as it is, with the
-   methods of `treeattn.direct.DirectOps`; those of `treeattn.cards.Card` let cards be joined by NCCL, and those of `treeattn.peer_memory.PeerCard` let them
-   read each other's memory.
-6. Override `energy` where arrays live on a device; host arrays are served by the default.
-7. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
-   ``treeattn.backends``. A plug-in that can't be loaded is left out, with a warning.
-8. Subclass ``treeattn.testing.BackendConformance`` in your tests and inherit every check.
+   where it is known. An empty list means that it can. Never a bare boolean: the reasons are what a user reads. Refuse
+   a ``spec.on_device`` that is not yours: its arrays are in memory that the CPU must not touch.
+3. Write `prepare`: choose kernels for a `treeattn.inputs.Spec` (shapes, dtypes, strides, options; hashable, so results
+   may be cached by it) and return a function of the call's `treeattn.inputs.Args`, whose docstrings say what is set
+   when. It is called once per decode step with arrays that match the spec; only the number of keys may differ from step
+   to step. It may assume that everything was validated: axes are (batch, heads, tokens, width) whatever the layout,
+   arrays may be read-only, have any strides and no keys at all. It must not use a key or value that is hidden, whatever
+   it holds. What the options mean and in which order they apply, `treeattn.attention` says; ``kernels/reference.py``
+   does it in a hundred plain lines.
+4. Set ``ops`` to an object with the methods of `treeattn.state.StateOps`, which says how a packed state is laid out;
+   `treeattn.backends.host.HostOps` has them for states that are NumPy arrays. They merge and finish packed states, and
+   take them to the wire and back (``prepare_pack``, ``prepare_unpack``): there a state is relative to a whole power of
+   two, and between the two it is the host that merges. The tree never looks inside a state in any other way. All of it
+   must give the bits of `HostOps`, since ranks with different backends may meet. `treeattn.backends.host.StagedOps`
+   does it for states elsewhere, by copies to the host and back: then ``name``, ``empty``, ``fill_identity``,
+   ``to_host`` and ``from_host`` are left to write, and what is worth doing on the device. A row with l = 0 saw no key,
+   and its o may be anything.
+5. States that are no NumPy arrays need ``shape`` (a tuple), ``dtype`` (NumPy's) and ``nbytes``, and no more. What
+   ``finish`` gives is for the caller: NumPy arrays, or ones with CuPy's ``astype``, ``swapaxes`` and ``get``.
+6. Keep to stream order, where the device has streams: everything runs on the stream that is the caller's current one
+   when a function is called, and a result is ready for whoever uses it on that stream; say ``queues = True`` then.
+   Nothing waits for a device but ``to_host`` and ``from_host``, one of which the communicator calls before MPI sees any
+   memory: they wait for that one stream, by event. ``ops.direct`` is "", or names device memory that a GPU-aware MPI
+   may be given as it is, with the methods of `treeattn.direct.DirectOps`; those of `treeattn.cards.Card` let cards be
+   joined by NCCL, and those of `treeattn.peer_memory.PeerCard` let them read each other's memory.
+7. Override `energy` where arrays live on a device; host arrays are served by the default.
+8. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
+   ``treeattn.backends``, the class under the backend's name; in ``pyproject.toml``::
+
+       [project.entry-points."treeattn.backends"]
+       mine = "my_package:MyBackend"
+
+   It is made without arguments. A plug-in that can't be loaded is left out, with a warning. ``backend="mine"`` takes
+   it; ``backend="auto"``, and calls that name none, know the built-in ones alone.
+9. Subclass ``treeattn.testing.BackendConformance`` in your tests and inherit every check.
+
+``mpi_examples/custom_backend.py`` is a whole one for arrays of the host, `treeattn.testing.FakeBackend` one whose
+states NumPy can't see.
 """
 
 from __future__ import annotations
@@ -53,7 +70,8 @@ class Capabilities:
     dtypes : tuple of str
         Types of q, k and v that it computes with; the conformance suite tests each.
     graphs : bool
-        Whether its kernels can be captured, as `treeattn.graphs.capture` does.
+        Whether its kernels can be captured, as `treeattn.graphs.capture` does; it asks for ``backend.runtime.capture``,
+        as `treeattn.backends.runtime.Runtime` has it.
     """
 
     dtypes: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")

@@ -55,7 +55,7 @@ class DeviceOps(StagedOps):
         return self._name
 
     @property
-    def direct(self) -> str:
+    def direct(self) -> str:  # type: ignore[override]
         """Family of the card's memory, unless the backend always stages."""
         return "" if self._backend.always_staged else FAMILIES[self._runtime.target.dialect]
 

@@ -72,13 +72,29 @@ class HostOps:
 
 
 class StagedOps:
-    """The wire of states that NumPy can't see: packed and unpacked on the host, to the bits that the host would give.
+    """Operations on states that NumPy can't see, done on the host, to its bits: merging, finishing and the wire.
 
     To inherit from; ``to_host`` and ``from_host`` are the backend's.
     """
 
+    direct = ""
     to_host: Callable[[Any, Bytes], None]
     from_host: Callable[[Bytes, Any], None]
+
+    def merge(self, out: Any, sources: list[Any]) -> None:
+        """Write the merge of ``sources``, in this order, to ``out``, which may be one of them."""
+        merged = np.empty(out.shape, out.dtype)
+        combine.merge(merged, [self._fetched(source) for source in sources])
+        self.from_host(merged.reshape(-1).view(np.uint8), out)
+
+    def finish(self, packed: Any, sink: Any) -> tuple[Any, Any]:
+        """Give (out, lse) in host memory, natural base, with the sink counted once."""
+        return combine.finish(self._fetched(packed), sink)
+
+    def _fetched(self, packed: Any) -> Array:
+        found = np.empty(packed.shape, packed.dtype)
+        self.to_host(packed, found.reshape(-1).view(np.uint8))
+        return found
 
     def prepare_pack(self, wire: Bytes, form: WireForm) -> Callable[[Any], None]:
         """Give a function that copies a state to the host and writes its wire rows to ``wire``."""

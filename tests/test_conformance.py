@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 import treeattn
+from treeattn.backends.host import StagedOps
+from treeattn.backends.reference import ReferenceBackend
 from treeattn.backends.registry import find
 from treeattn.testing import BackendConformance, FakeBackend
+from treeattn.testing.fake_backend import DeviceArray
 
 
 class TestCpu(BackendConformance):
@@ -21,6 +24,39 @@ class TestReference(BackendConformance):
 
 class TestFake(BackendConformance):
     backend = FakeBackend()
+
+
+class LeastOps(StagedOps):
+    """No more than the guide asks for where NumPy can't see states."""
+
+    name = "least"
+
+    def empty(self, shape, dtype):
+        return DeviceArray(np.full(shape, np.nan, dtype))
+
+    def fill_identity(self, packed):
+        packed._memory[..., :-1], packed._memory[..., -1] = 0, -np.inf
+
+    def to_host(self, packed, out):
+        out[:] = packed._memory.reshape(-1).view(np.uint8)
+
+    def from_host(self, data, packed):
+        packed._memory.reshape(-1).view(np.uint8)[:] = data
+
+
+class LeastBackend(ReferenceBackend):
+    name = "least"
+
+    def __init__(self):
+        self.ops = LeastOps()
+
+    def prepare(self, spec):
+        compute = super().prepare(spec)
+        return lambda args, out: compute(args, out._memory)
+
+
+class TestTheLeastThatAPlugInCanWrite(BackendConformance):
+    backend = LeastBackend()
 
 
 class TestTheExampleOfABackend(BackendConformance):

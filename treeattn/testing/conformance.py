@@ -15,6 +15,7 @@ from treeattn import PartialState
 from treeattn.backends.base import Backend
 from treeattn.errors import BackendError
 from treeattn.testing.oracle import assert_attention, assert_close, dense, on_host, tolerance
+from treeattn.testing.wire import over_the_wire
 
 __all__ = ["BackendConformance"]
 
@@ -90,6 +91,14 @@ class BackendConformance:
         assert self.backend.reasons() == []
         assert isinstance(self.backend.name, str)
         assert self.backend.ops.name == self.backend.name
+
+    def test_states_have_what_is_asked_of_them(self) -> None:
+        """Shape, dtype and size are NumPy's, wherever the numbers are."""
+        (state,) = self.states()
+        assert state._packed.shape == (2, 6, 3, 13)
+        assert state._packed.dtype == np.float32
+        assert state._packed.nbytes == 4 * 2 * 6 * 3 * 13
+        assert self.backend.ops.direct in ("", "cuda", "rocm")
 
     @pytest.mark.parametrize("case", CASES)
     def test_every_option_gives_the_dense_answer(self, case: str) -> None:
@@ -183,6 +192,25 @@ class BackendConformance:
         for position in range(4):
             states = self.states(3, 17, 30)
             assert self.bits(treeattn.merge(states, out=states[position])) == merged
+
+    def test_merging_finishing_and_the_wire_have_the_bits_of_the_host(self) -> None:
+        """Law 3: ranks with different backends may meet, and must end alike."""
+        states = self.states(3, 17, 17)
+        here = [self.on_host(state) for state in states]
+        merged = treeattn.merge(states)
+        assert self.bits(merged) == treeattn.merge(here).packed.tobytes()
+        sink = np.linspace(-1, 2, 6, dtype=np.float32)
+        for options in ({}, {"sink": sink}):
+            right = treeattn.merge(here).finish(return_lse=True, **options)
+            for got, expected in zip(merged.finish(return_lse=True, **options), right, strict=True):
+                assert on_host(got).tobytes() == expected.tobytes()
+        assert self.bits(over_the_wire(states)) == over_the_wire(here).packed.tobytes()
+
+    def on_host(self, state: PartialState) -> PartialState:
+        """Give the same state in host memory."""
+        host = PartialState.identity(state.shape, dtype=state.dtype)
+        host._packed.reshape(-1).view(np.uint8)[:] = np.frombuffer(self.bits(state), np.uint8)
+        return host
 
     def test_bytes_survive_the_way_to_the_host_and_back(self) -> None:
         """What travels between ranks is what was there."""

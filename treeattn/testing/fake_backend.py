@@ -51,8 +51,6 @@ class FakeOps(StagedOps):
     def __init__(self, name: str, calls: list[str], failures: dict[str, Exception]) -> None:
         self._host, self._calls, self._failures = HostOps(name), calls, failures
 
-    direct = ""
-
     @property
     def name(self) -> str:
         """Name of the backend."""
