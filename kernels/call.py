@@ -57,6 +57,8 @@ class Call:
     k_paired: int
     v_paired: int
     pairs: int  # whether working rows of q are bfloat16, for products of pairs
+    many: int  # bytes of a number of every row, where rows lie in lanes (`treeattn.kernels.many_rows`); else 0
+    columns: int  # of those that a key's products are summed over
     v_unit: float  # what the sums have to be multiplied with in the end
     # inputs; q is of the state's dtype
     q: int
@@ -72,6 +74,7 @@ class Call:
     k_storage: int
     k_strip: int  # keys in a strip that is copied; 0 where keys are read where they lie
     k_row: int  # bytes per key of that copy
+    k_ahead: int  # bytes per key that are fetched ahead for many rows; 0 where keys are not neighbours
     v: int
     v_b: int
     v_h: int
@@ -80,6 +83,7 @@ class Call:
     v_storage: int
     v_strip: int
     v_row: int
+    v_ahead: int
     # scales of stored keys and values, of the state's dtype
     k_scale: int
     k_scale_b: int
@@ -110,7 +114,8 @@ class Call:
     mask_additive: int
     # addresses of the compiled parts, and of the 256 values of a float8 type; without `see` every key is seen
     see: int
-    widen: int
+    widen_k: int
+    widen_v: int
     scores: int
     weigh: int
     values: int
@@ -142,6 +147,7 @@ class Task:
     k_scale: int  # (BLOCK,)
     v_scale: int  # (BLOCK,)
     seen: int  # (rows, BLOCK) of uint8: which keys each row sees, where some are
+    corrections: int  # (rows,): what older sums of many rows are multiplied with
 
 
 BUFFERS = list(Task.__annotations__).index("q")

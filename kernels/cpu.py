@@ -14,16 +14,22 @@ from treeattn.inputs import Args, Spec
 from treeattn.kernels import streaming
 from treeattn.kernels.call import BLOCK, CALL, STORAGES, Call
 from treeattn.kernels.combine import merge_at, merge_room
+from treeattn.kernels.loads import padded, stored_bytes
+from treeattn.kernels.many_rows import whole_rows
 from treeattn.kernels.processors import thread_count
-from treeattn.kernels.specialisations import k_strip, multiplies_pairs, parts_of, stored, v_strip
+from treeattn.kernels.specialisations import (
+    k_strip,
+    multiplies_pairs,
+    parts_of,
+    stored,
+    tile_tokens,
+    v_strip,
+)
 from treeattn.kernels.threads import run_on_threads
 
 __all__ = ["StreamingCall", "address", "prepare"]
 
 Array: TypeAlias = npt.NDArray[Any]
-
-MOST_TOKENS, MOST_ROWS = 16, 256
-"""Query tokens, and query rows, that share one pass over the keys."""
 
 LEAST_SPLIT, MOST_SPLITS, ENOUGH_TASKS = 2048, 32, 256
 """Keys that are worth a task; parts that a head's keys are cut into at most, and none for more tasks than this.
@@ -46,7 +52,7 @@ class StreamingCall:
         self._dtype = np.dtype(spec.state_dtype)
         self._stream = (streaming.stream_double if self._dtype.itemsize == 8 else streaming.stream_single)()
         self._merge = merge_at(self._dtype)
-        self._tile = max(1, min(MOST_TOKENS, spec.q_tokens, MOST_ROWS // spec.group))
+        self._tile = tile_tokens(spec)
         self._tiles = -(-spec.q_tokens // self._tile)
         self._fields = self._fixed_fields()
         rows = self._tile * spec.group
@@ -111,20 +117,25 @@ def address(array: Array | None) -> int:
 def _stored_fields(spec: Spec) -> dict[str, float]:
     """Fields that say how stored keys and values are read."""
     k, v = stored(spec)
+    pairs = multiplies_pairs(spec)
     return {
         "scale": spec.scale * k.unit,
         "q_row": k.row_bytes,
         "sums_row": v.row_bytes,
-        "k_paired": k.paired and not multiplies_pairs(spec),
+        "k_paired": k.paired and not pairs,
         "v_paired": v.paired,
-        "pairs": multiplies_pairs(spec),
+        "pairs": pairs,
+        "many": whole_rows(tile_tokens(spec) * spec.group) * stored_bytes(k.dtype) if k.many else 0,
+        "columns": k.width // 2 if pairs else padded(k.width) if k.paired else k.width,
         "v_unit": v.unit,
         "k_storage": STORAGES.index(k.storage),
         "v_storage": STORAGES.index(v.storage),
-        "k_strip": k_strip(k),
+        "k_strip": k_strip(k, pairs),
         "v_strip": v_strip(v),
         "k_row": k.row_bytes,
         "v_row": v.row_bytes,
+        "k_ahead": k.bytes_in_order,
+        "v_ahead": v.bytes_in_order,
         "k_float8": address(_float8_values(k.storage)),
         "v_float8": address(_float8_values(v.storage)),
     }

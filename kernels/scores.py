@@ -10,13 +10,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from llvmlite import ir
 from numba import types as _types
 from numba.extending import intrinsic
 
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
 from treeattn.kernels.loads import Loads, stored_bytes
+from treeattn.kernels.pairs import PAIRS, add_pairs
 from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
@@ -59,7 +59,7 @@ class _PairProducts(_Products):
 
     def __init__(self, vectors: Vectors, storage: str) -> None:
         super().__init__(vectors, storage)
-        self.per_step, self.query = 1, ir.VectorType(_BFloat(), self.loads.step)
+        self.per_step, self.query = 1, PAIRS
 
     def key(self, address: Any, count: Any) -> list[Any]:
         """Load a step of a key as it is."""
@@ -67,22 +67,7 @@ class _PairProducts(_Products):
 
     def add(self, key: Any, query: Any, total: Any) -> Any:
         """Give the sum of pairs of products, and ``total``."""
-        signature = ir.FunctionType(self.vectors.type, [self.vectors.type, self.query, self.query])
-        dot = self.vectors.builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", (), signature)
-        return self.vectors.builder.call(dot, [self.vectors.zero if total is None else total, key, query])
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
+        return add_pairs(self.vectors, key, query, self.vectors.zero if total is None else total)
 
 
 class _Tile:

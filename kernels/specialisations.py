@@ -14,9 +14,11 @@ from typing import NamedTuple
 from llvmlite import binding
 
 from treeattn.inputs import Spec
-from treeattn.kernels import softmax, visibility, widen
+from treeattn.kernels import many_softmax, softmax, visibility, widen
 from treeattn.kernels.call import STORAGES
 from treeattn.kernels.loads import PAIRED, UNITS, can_widen, padded, stored_bytes
+from treeattn.kernels.many_scores import KEYS, KINDS, many_scores_of
+from treeattn.kernels.many_values import fits_panels, many_values_of
 from treeattn.kernels.scores import scores_of
 from treeattn.kernels.values import STRIP, strip_keys, values_of, values_of_any_width
 from treeattn.kernels.vectors import LANES, has_feature
@@ -24,16 +26,24 @@ from treeattn.kernels.vectors import LANES, has_feature
 __all__ = [
     "COMMON_WIDTHS",
     "Stored",
+    "has_many_rows",
     "k_strip",
     "knows_pairs",
     "multiplies_pairs",
     "parts_of",
     "specialisations",
     "stored",
+    "tile_tokens",
     "v_strip",
 ]
 
 COMMON_WIDTHS = (64, 80, 96, 128, 192, 256)
+
+MOST_TOKENS, MOST_ROWS = 16, 256
+"""Query tokens, and query rows, that share one pass over the keys."""
+
+FEW_ROWS = 8
+"""Query rows up to which keys are read faster than multiplied; more of them lie in lanes."""
 
 PORTABLE_VARIABLE = "TREEATTN_PORTABLE"
 """Environment variable that, set to 1, keeps kernels from instructions that only some processors have."""
@@ -48,6 +58,7 @@ class Stored(NamedTuple):
     strides: tuple[int, ...]
     width: int
     dtype: str
+    many: bool  # query rows
 
     @property
     def contiguous(self) -> bool:
@@ -55,10 +66,11 @@ class Stored(NamedTuple):
         return self.strides[3] == stored_bytes(self.storage) or self.width == 1
 
     @property
-    def common(self) -> bool:
-        """Whether rows are read by a product that is written out for them."""
+    def in_registers(self) -> bool:
+        """Whether rows are widened in registers: by a product that is written out for them, or that takes any."""
         fits = self.storage == self.dtype or (self.dtype == "float32" and self.storage != "float64")
-        return self.contiguous and fits and self.width in COMMON_WIDTHS and can_widen(self.storage)
+        known = self.many or self.width in COMMON_WIDTHS
+        return self.contiguous and fits and known and can_widen(self.storage)
 
     @property
     def row_bytes(self) -> int:
@@ -66,41 +78,60 @@ class Stored(NamedTuple):
         return padded(self.width) * stored_bytes(self.dtype)
 
     @property
+    def bytes_in_order(self) -> int:
+        """Bytes of a stored row where the next one follows it, else 0."""
+        size = self.width * stored_bytes(self.storage)
+        return size if self.contiguous and self.strides[2] == size else 0
+
+    @property
     def paired(self) -> bool:
         """Whether elements come out of registers with the even ones first."""
-        return self.common and self.storage in PAIRED
+        return self.in_registers and self.storage in PAIRED
 
     @property
     def unit(self) -> float:
         """What the numbers that come out of registers have to be multiplied with."""
-        return UNITS.get(self.storage, 1.0) if self.common else 1.0
+        return UNITS.get(self.storage, 1.0) if self.in_registers else 1.0
+
+
+def tile_tokens(spec: Spec) -> int:
+    """Query tokens that share one pass over the keys."""
+    return max(1, min(MOST_TOKENS, spec.q_tokens, MOST_ROWS // spec.group))
+
+
+def has_many_rows(spec: Spec) -> bool:
+    """Whether query rows lie in lanes (`treeattn.kernels.many_rows`)."""
+    return tile_tokens(spec) * spec.group > FEW_ROWS
 
 
 def stored(spec: Spec) -> tuple[Stored, Stored]:
     """Give how K and V are stored."""
-    kv = spec.kv
+    kv, many = spec.kv, has_many_rows(spec)
     return (
-        Stored(kv.k_dtype, kv.k_strides, spec.head_dim, spec.state_dtype),
-        Stored(kv.v_dtype, kv.v_strides, spec.v_head_dim, spec.state_dtype),
+        Stored(kv.k_dtype, kv.k_strides, spec.head_dim, spec.state_dtype, many),
+        Stored(kv.v_dtype, kv.v_strides, spec.v_head_dim, spec.state_dtype, many),
     )
 
 
-def k_strip(k: Stored) -> int:
+def k_strip(k: Stored, pairs: bool) -> int:
     """Keys that are copied at a time; 0 where they are read where they lie."""
-    if k.common or (k.storage == k.dtype and k.contiguous):
+    if (k.storage == k.dtype and k.contiguous) or (pairs if k.many else k.in_registers):
         return 0
-    return max(LANES, STRIP // k.row_bytes // LANES * LANES)
+    tile = KEYS if k.many else LANES
+    return max(tile, STRIP // k.row_bytes // tile * tile)
 
 
 def v_strip(v: Stored) -> int:
     """Values that are copied at a time; 0 where they are read where they lie."""
-    return 0 if v.common else strip_keys(v.row_bytes)
+    fits = fits_panels(v.storage, v.width) if v.many else True
+    return 0 if v.in_registers and fits else strip_keys(v.row_bytes)
 
 
 def multiplies_pairs(spec: Spec) -> bool:
     """Whether scores are sums of pairs of bfloat16 products, which is exact only for queries of that type too."""
     k, _ = stored(spec)
-    return spec.q_dtype == "bfloat16" and k.dtype == "float32" and k.common and knows_pairs(k.storage)
+    fits = k.dtype == "float32" and k.in_registers and k.width % 2 == 0
+    return spec.q_dtype == "bfloat16" and fits and knows_pairs(k.storage)
 
 
 def knows_pairs(storage: str) -> bool:
@@ -113,16 +144,36 @@ def knows_pairs(storage: str) -> bool:
 def parts_of(spec: Spec) -> dict[str, Part]:
     """Give the parts that a call needs, by their names in `treeattn.kernels.call.Call`; calling one compiles it."""
     (k, v), double = stored(spec), spec.state_dtype == "float64"
-    parts = {
-        "scores": scores_of(*((k.storage, k.width) if k.common else (k.dtype, 0)), pairs=multiplies_pairs(spec)),
-        "weigh": softmax.weigh_double if double else softmax.weigh_single,
-        "values": values_of(v.storage, v.width) if v.common else values_of_any_width(v.dtype),
-    }
+    pairs = multiplies_pairs(spec)
+    parts = _for_many(k, v, pairs) if k.many else _for_few(k, v, pairs)
     if spec.positional or spec.mask is not None:
         parts["see"] = visibility.see_double if double else visibility.see_single
-    if k_strip(k) or v_strip(v):
-        parts["widen"] = widen.widen_double if double else widen.widen_single
+    for name, each, strip in (("widen_k", k, k_strip(k, pairs)), ("widen_v", v, v_strip(v))):
+        if strip:
+            parts[name] = _widening(each)
     return parts
+
+
+def _for_few(k: Stored, v: Stored, pairs: bool) -> dict[str, Part]:
+    return {
+        "scores": scores_of(*((k.storage, k.width) if k.in_registers else (k.dtype, 0)), pairs=pairs),
+        "weigh": softmax.weigh_double if k.dtype == "float64" else softmax.weigh_single,
+        "values": values_of(v.storage, v.width) if v.in_registers else values_of_any_width(v.dtype),
+    }
+
+
+def _for_many(k: Stored, v: Stored, pairs: bool) -> dict[str, Part]:
+    return {
+        "scores": many_scores_of(KINDS[2] if pairs else k.dtype),
+        "weigh": many_softmax.many_weigh_double if k.dtype == "float64" else many_softmax.many_weigh_single,
+        "values": many_values_of(v.dtype if v_strip(v) else v.storage),
+    }
+
+
+def _widening(each: Stored) -> Part:
+    if each.many and each.in_registers:
+        return widen.widen_rows_of(each.storage)
+    return widen.widen_double if each.dtype == "float64" else widen.widen_single
 
 
 def specialisations() -> Iterator[tuple[str, Part]]:
@@ -134,12 +185,18 @@ def specialisations() -> Iterator[tuple[str, Part]]:
     >>> "scores of bfloat16, width 128" in dict(specialisations())
     True
     """
-    for module, names in ((softmax, "weigh"), (visibility, "see"), (widen, "widen")):
+    of_modules = ((softmax, "weigh"), (many_softmax, "many_weigh"), (visibility, "see"), (widen, "widen"))
+    for module, names in of_modules:
         for precision in ("single", "double"):
-            yield f"{names} {precision}", getattr(module, f"{names}_{precision}")
+            yield f"{names.replace('_', ' ')} {precision}", getattr(module, f"{names}_{precision}")
     for dtype in ("float32", "float64"):
         yield f"scores of {dtype}, any width", scores_of(dtype, 0, pairs=False)
         yield f"values of {dtype}, any width", values_of_any_width(dtype)
+    for kind in KINDS[: 3 if knows_pairs("bfloat16") else 2]:
+        yield f"scores of {kind} for many rows", many_scores_of(kind)
+    for storage in filter(can_widen, STORAGES):
+        yield f"values of {storage} for many rows", many_values_of(storage)
+        yield f"widened rows of {storage}", widen.widen_rows_of(storage)
     for storage, width in product(STORAGES, COMMON_WIDTHS):
         if can_widen(storage):
             yield f"scores of {storage}, width {width}", scores_of(storage, width, pairs=False)

@@ -14,6 +14,8 @@ import numpy as np
 from treeattn.kernels.call import BLOCK, BUFFERS, TASK, Call, Task, call_at, task_at
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.loads import order, padded
+from treeattn.kernels.many_rows import do_chunks, gather_column, whole_rows
+from treeattn.kernels.many_scores import KEYS
 from treeattn.kernels.memory import call_part, itemsize, next_task, pointer
 from treeattn.kernels.values import STRIP
 from treeattn.kernels.vectors import LANES
@@ -43,25 +45,26 @@ def stream_double(call: int, workspace: int) -> None:
 
 def workspace_bytes(rows: int, head_dim: int, v_head_dim: int, size: int) -> int:
     """Bytes that one thread works in, for elements of ``size`` bytes."""
-    buffers = buffer_bytes.py_func(rows, padded(head_dim) * size, padded(v_head_dim) * size, size)
+    buffers = buffer_bytes.py_func(whole_rows(rows), padded(head_dim) * size, padded(v_head_dim) * size, size)
     return int(TASK_BYTES + LINE * (len(buffers) + 1) + sum(buffers))
 
 
 @inline
 def buffer_bytes(rows: int, q_row: int, sums_row: int, size: int) -> tuple[int, ...]:
     """Bytes of a task's buffers, in the order of `Task`, for working rows of so many bytes."""
-    block = BLOCK * size
+    block, tile = BLOCK * size, max(KEYS, LANES)
     return (
         rows * q_row,
         rows * sums_row,
         rows * block,
         rows * size,
         rows * size,
-        max(STRIP, LANES * q_row),
+        max(STRIP, tile * q_row),
         max(STRIP, 4 * sums_row),
         block,
         block,
         rows * BLOCK,
+        rows * size,
     )
 
 
@@ -79,12 +82,18 @@ def _stream(address: int, workspace: int, dtype: Any) -> None:
 
 @inline
 def _place_buffers(call: Call, workspace: int, size: int) -> None:
-    buffers = buffer_bytes(call.tile * call.group, call.q_row, call.sums_row, size)
+    buffers = buffer_bytes(_working_rows(call, size), call.q_row, call.sums_row, size)
     fields, end = pointer(workspace, np.int64), workspace + TASK_BYTES
     for i in range(len(buffers)):
         start = -(-end // LINE) * LINE
         fields[BUFFERS + i] = start
         end = start + buffers[i]
+
+
+@inline
+def _working_rows(call: Call, size: int) -> int:
+    """Query rows that buffers have room for."""
+    return call.many // size if call.many else call.tile * call.group
 
 
 @inline
@@ -108,15 +117,17 @@ def _begin(call: Call, task: Task, dtype: Any) -> None:
     """Gather the tile's queries and start its rows at the identity."""
     q, sums = pointer(task.q, np.int64), pointer(task.sums, np.int64)
     m, l = pointer(task.m, dtype), pointer(task.l, dtype)  # noqa: E741 - the field's names
-    for i in range(task.rows * call.q_row // 8):
+    for i in range(_working_rows(call, itemsize(dtype)) * call.q_row // 8):
         q[i] = 0
     for i in range(task.rows * call.sums_row // 8):
         sums[i] = 0
     for row in range(task.rows):
         t, head = task.first + row // call.group, task.h * call.group + row % call.group
-        _gather_query(
-            call, call.q + task.b * call.q_b + head * call.q_h + t * call.q_t, task.q + row * call.q_row, dtype
-        )
+        source = call.q + task.b * call.q_b + head * call.q_h + t * call.q_t
+        if call.many:
+            gather_column(call, source, task.q + row * itemsize(dtype), dtype)
+        else:
+            _gather_query(call, source, task.q + row * call.q_row, dtype)
         m[row], l[row] = -np.inf, 0
 
 
@@ -139,8 +150,11 @@ def _do_block(call: Call, task: Task, address: int, dtype: Any) -> None:
         call_part(call.see, (address,))
         if task.visible == NONE:
             return
-    _score(call, task, itemsize(dtype))
     _gather_scales(call, task, dtype)
+    if call.many:
+        do_chunks(call, task, address, dtype)
+        return
+    _score(call, task, itemsize(dtype))
     call_part(call.weigh, (address,))
     _add_values(call, task, itemsize(dtype))
 
@@ -154,7 +168,7 @@ def _score(call: Call, task: Task, size: int) -> None:
         return
     for first in range(0, task.keys, call.k_strip):
         keys, start = min(call.k_strip, task.keys - first), source + first * call.k_t
-        call_part(call.widen, (call.k_storage, start, call.k_t, call.k_d, keys, width, task.k, call.k_float8))
+        call_part(call.widen_k, (call.k_storage, start, call.k_t, call.k_d, keys, width, task.k, call.k_float8))
         shape = (task.k, call.k_row, keys, call.k_row // size)
         call_part(call.scores, (task.q, call.q_row, task.rows, *shape, task.scores + first * size))
 
@@ -168,7 +182,7 @@ def _add_values(call: Call, task: Task, size: int) -> None:
         return
     for first in range(0, task.keys, call.v_strip):
         keys, start = min(call.v_strip, task.keys - first), source + first * call.v_t
-        call_part(call.widen, (call.v_storage, start, call.v_t, call.v_d, keys, width, task.v, call.v_float8))
+        call_part(call.widen_v, (call.v_storage, start, call.v_t, call.v_d, keys, width, task.v, call.v_float8))
         call_part(call.values, (task.scores + first * size, task.rows, task.v, call.v_row, keys, width, *into))
 
 

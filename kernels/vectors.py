@@ -20,6 +20,9 @@ __all__ = ["DOUBLE", "FLOAT", "LANES", "Vectors", "has_feature"]
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 INT, LONG = ir.IntType(32), ir.IntType(64)
 
+NEAR = 2
+"""How near to the processor fetched memory is put: 3 is the first-level cache, 2 the second."""
+
 LANES_VARIABLE = "TREEATTN_LANES"
 """Environment variable that sets `LANES`, so that tests can run another processor's code on this one."""
 
@@ -148,6 +151,13 @@ class Vectors:
     def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
         """Give the named lanes of ``a`` and ``b``, those of ``b`` counted on from those of ``a``."""
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
+
+    def fetch(self, address: Any) -> None:
+        """Ask the memory for the line at an address, which may be any: nobody waits for it."""
+        pointer = self.pointer(address, ir.IntType(8))
+        kinds = [pointer.type, INT, INT, INT]
+        prefetch = self.builder.module.declare_intrinsic("llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), kinds))
+        self.builder.call(prefetch, [pointer, *(ir.Constant(INT, each) for each in (0, NEAR, 1))])
 
     def in_order(self, values: Sequence[Any] = ()) -> None:
         """Keep what is loaded after this from being fetched before ``values`` are computed; costs no instruction."""

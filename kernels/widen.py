@@ -6,18 +6,23 @@ where they lie and never come here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import overload
+from numba import types as _types
+from numba.extending import intrinsic, overload
 
 from treeattn.kernels.call import STORAGES
 from treeattn.kernels.compilation import inline, part
+from treeattn.kernels.loads import Loads
 from treeattn.kernels.memory import itemsize, pointer
-from treeattn.kernels.vectors import LANES
+from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
 
-__all__ = ["WIDEN", "widen_double", "widen_single"]
+types: Any = _types  # untyped: so are the functions made of it
+
+__all__ = ["WIDEN", "widen_double", "widen_rows_of", "widen_single"]
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8 = (STORAGES.index(name) for name in STORAGES[:5])
 
@@ -26,6 +31,7 @@ WIDEN = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 
 Rows of the target are `padded` with zeros.
 """
+
 
 # 2**112: turns a half's bits, moved to a single's place, into its value; the exponents differ by 112.
 HALF_TO_SINGLE = np.float32(2.0**112)
@@ -45,6 +51,52 @@ def widen_double(
 ) -> None:
     """Widen to float64."""
     _widen(storage, source, row, step, tokens, width, target, table, np.float64)
+
+
+def _widen_row(typingctx: Any, storage: Any, source: Any, width: Any, target: Any) -> Any:
+    """Widen a contiguous row in registers, in whole steps."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, source, width, target = args
+        name = STORAGES[storage.literal_value]
+        vectors = Vectors(builder, DOUBLE if name == "float64" else FLOAT)
+        loads, number = Loads(vectors, name), vectors.number
+        bytes_of_step = loads.step * vectors.size
+
+        def step(index: Any, places: list[Any]) -> list[Any]:
+            vectors.store_all(loads.load(places[0]), places[1])
+            return [vectors.advance(places[0], loads.step, loads.size), vectors.advance(places[1], bytes_of_step)]
+
+        whole, rest = builder.udiv(width, number(loads.step)), builder.urem(width, number(loads.step))
+        source, target = vectors.loop(whole, [source, target], step)
+
+        def last(values: list[Any]) -> list[Any]:
+            vectors.store_all(loads.load(source, rest), target)
+            return values
+
+        vectors.when(builder.icmp_signed(">", rest, number(0)), [], last)
+        return context.get_dummy_value()
+
+    return types.void(storage, types.int64, types.int64, types.int64), codegen
+
+
+widen_row: Any = intrinsic(prefer_literal=True)(_widen_row)
+
+
+@cache
+def widen_rows_of(storage: str) -> Callable[[], int]:
+    """Give the part that widens contiguous rows of a storage type in registers, in the order in which they come."""
+    code, itemsize = STORAGES.index(storage), 8 if storage == "float64" else 4
+
+    @part(WIDEN)
+    def widen_rows(
+        _storage: int, source: int, row: int, _step: int, tokens: int, width: int, target: int, _table: int
+    ) -> None:
+        target_row = -(-width // (2 * LANES)) * 2 * LANES * itemsize
+        for t in range(tokens):
+            widen_row(code, source + t * row, width, target + t * target_row)
+
+    return widen_rows
 
 
 @inline

@@ -149,12 +149,14 @@ def test_queries_of_bfloat16_give_the_same_on_both_paths(monkeypatch, portable, 
     assert_close(state.o / state.l[..., None], right.out, 2e-6 * np.abs(right.out).max())
 
 
+@pytest.mark.parametrize("q_tokens", [1, 4])
+@pytest.mark.parametrize("widths", [(128, 128), (576, 512)])
 @pytest.mark.parametrize("dtype", STORED, ids=lambda dtype: np.dtype(dtype).name)
-def test_no_type_costs_more_than_two_millionths(dtype):
+def test_no_type_costs_more_than_two_millionths(dtype, widths, q_tokens):
     """Sums and weights are float32 whatever the storage."""
     rng = np.random.default_rng(2)
-    q = rng.standard_normal((1, 8, 1, 128), dtype=np.float32)
-    k, v = (numbers(rng, (1, 2, 3000, 128), dtype) for _ in "kv")
+    q = rng.standard_normal((1, 8, q_tokens, widths[0]), dtype=np.float32)
+    k, v = (numbers(rng, (1, 2, 3000, width), dtype) for width in widths)
     options = {"scale": 1e-3} if dtype is np.int8 else {}
     state, right = treeattn.partial_attention(q, k, v, **options), dense(q, k, v, **options)
     assert_close(state.o / state.l[..., None], right.out, 2e-6 * np.abs(right.out).max())
@@ -236,9 +238,11 @@ def unreadable_after(array):
 
 @pytest.mark.parametrize("dtype", STORED, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("tokens", [1, 131, 300])
-def test_nothing_behind_the_arrays_is_read(dtype, tokens):
+@pytest.mark.parametrize("q_tokens", [1, 4])
+def test_nothing_behind_the_arrays_is_read(dtype, tokens, q_tokens):
+    """Few query rows, and so many that they lie in lanes."""
     rng = np.random.default_rng(0)
-    q = rng.standard_normal((1, 6, 1, 24), dtype=np.float32)
+    q = rng.standard_normal((1, 6, q_tokens, 24), dtype=np.float32)
     k, v = (numbers(rng, (1, 2, tokens, width), dtype) for width in (24, 40))
     guarded = [unreadable_after(array) for array in (k, v)]
     got = treeattn.attention(q, *guarded, scale=1e-3, return_lse=True)
@@ -413,6 +417,7 @@ def test_shorter_vectors_give_the_same(tmp_path, lanes):
 FOR_ARM = """
 import re, sys
 from llvmlite import binding
+from treeattn.kernels.many_values import many_values_of
 from treeattn.kernels.scores import scores_of
 from treeattn.kernels.values import values_of
 binding.initialize_all_targets()
@@ -422,7 +427,7 @@ try:
 except RuntimeError:
     sys.exit(3)
 for storage in ("float32", "bfloat16", "float16", "float8_e4m3fn"):
-    for part in (scores_of(storage, 80, pairs=False), values_of(storage, 80)):
+    for part in (scores_of(storage, 80, pairs=False), values_of(storage, 80), many_values_of(storage)):
         (compiled,) = (cell.cell_contents for cell in part.__closure__)
         text = re.sub(r'"target-(cpu|features)"="[^"]*"', "", compiled()._library.get_llvm_str())
         text = re.sub(r'target (triple|datalayout) = "[^"]*"', "", text)
@@ -438,7 +443,7 @@ def test_products_compile_for_arm(tmp_path):
     if process.returncode == 3:
         pytest.skip("this LLVM compiles for no ARM processor")
     assert process.returncode == 0
-    assert len(found) == 16
+    assert len(found) == 24
     assert min(map(int, found[1::2])) >= 10, "multiply-adds of whole vectors are missing"
 
 
