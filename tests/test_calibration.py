@@ -17,6 +17,7 @@ from treeattn.choosing import choose_radices
 from treeattn.costs import DEFAULT_MODEL, CostModel, cost
 from treeattn.emulation import DelayedTransport, Delays
 from treeattn.fitting import Sample, add_steps, fit
+from treeattn.plan import HEADER_BYTES
 from treeattn.planner import plan_allreduce
 from treeattn.probes import probes_for
 from treeattn.radices import Radices
@@ -135,6 +136,8 @@ def test_auto_measures_once_and_all_ranks_have_the_same_model():
     between = {("between", 1, 1), ("between", 2, 1), ("between", 2, 2)}
     assert ways == {("inside", 1, 1), ("around", 2, 1), *between, ("step", 2, 1), ("step", 2, 2)}
     assert all(0 < each.p50_us <= each.p99_us for each in found[0][1].samples)
+    payload = state_of(0).nbytes
+    assert {each.nbytes for each in found[0][1].samples} == {HEADER_BYTES, payload, HEADER_BYTES + payload}
 
 
 def test_rank_0_alone_fits_and_all_have_its_bits(monkeypatch):

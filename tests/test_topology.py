@@ -1,10 +1,14 @@
 """Which ranks share a host."""
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treeattn import TreeComm
 from treeattn.errors import InputError
+from treeattn.testing import run_ranks
 from treeattn.topology import check_hosts, group_ranks, host_labels, hosts_of_environment, near_card, rack_of
 
 LABELS = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=20)
@@ -78,12 +82,36 @@ def machine(folder, cards, nodes):
 
 
 @pytest.mark.parametrize(
-    ("cores", "near"), [({0}, False), ({4}, True), ({3, 8}, True), ({7}, False), ({9}, False), (set(), False)]
+    ("cores", "near"), [({0}, False), ({4}, True), ({3, 4}, True), ({7}, False), ({8}, False), (set(), False)]
 )
 def test_ranks_are_near_a_card_on_its_node(tmp_path, cores, near):
-    cards = [("net", "eth0", 1), ("net", "eth1", -1), ("infiniband", "mlx5_0", 2)]
+    cards = [("net", "eth0", 1), ("net", "eth1", -1), ("net", "eth2", 2)]
     system = machine(tmp_path, cards, {0: "0-3", 1: "4-6", 2: "8"})
+    (system / "class/net/eth2/operstate").write_text("down\n")
+    (system / "class/net/eth0/operstate").write_text("up\n")
     assert near_card(system, cores) is near
+
+
+@pytest.mark.parametrize(("core", "near"), [(0, False), (4, False), (8, True)])
+def test_cards_for_messages_come_before_those_for_the_rest(tmp_path, core, near):
+    cards = [("net", "eth0", 1), ("infiniband", "mlx5_0", 2)]
+    assert near_card(machine(tmp_path, cards, {0: "0-3", 1: "4-6", 2: "8"}), {core}) is near
+
+
+def leads(transport):
+    """Whether this rank swaps states with other hosts."""
+    with TreeComm(transport, plan="oneshot") as comm:
+        sources = {each.source for stage in comm.plan.rounds for each in stage.messages if comm.plan.crosses(each)}
+        return comm.rank in sources
+
+
+@pytest.mark.parametrize(
+    ("near", "leaders"), [({1, 2}, [1, 2]), ({0, 1, 2, 3}, [0, 2]), (set(), [0, 2]), ({3}, [0, 3])], ids=str
+)
+def test_ranks_near_a_card_lead_their_hosts_and_where_none_is_known_the_first_does(monkeypatch, near, leaders):
+    monkeypatch.setattr("treeattn.comm.near_card", lambda: int(threading.current_thread().name.split()[1]) in near)
+    found = run_ranks(4, leads, hosts=list("aabb"))
+    assert [rank for rank, leading in enumerate(found) if leading] == leaders
 
 
 def test_without_a_card_or_linux_nobody_is_near(tmp_path):

@@ -78,7 +78,8 @@ class TreeComm:
     deterministic : bool
         Carry rank states unmerged and merge them in rank order: more bytes, and bits that do not depend on hosts.
     timeout : float, optional
-        Seconds that a rank may stay silent; 0 waits for ever. ``TREEATTN_TIMEOUT`` or 300 by default.
+        Seconds that a rank may stay silent; 0 waits for ever. ``TREEATTN_TIMEOUT`` or 300 by default. A rank that
+        compiles a kernel for the first time is silent too: ``treeattn warmup`` does that beforehand.
     wire_dtype : "bfloat16", "float16" or None
         Let o travel in 16 bit, and l and m in float32 as ever: about half the bytes, for float32 states only. It is
         rounded when a rank sends its state and at each merge on the way, each time by at most u of itself, u = 2**-8

@@ -112,6 +112,8 @@ def check_hosts(hosts: Any, size: int, argument: str = "hosts") -> tuple[str, ..
 def near_card(system: Path = Path("/sys"), cores: Iterable[int] | None = None) -> bool:
     """Tell whether this process runs on the NUMA node of a network card, as far as Linux says so.
 
+    Where there are cards for InfiniBand or RoCE, only they count; else those for Ethernet that are not down.
+
     Parameters
     ----------
     system : Path
@@ -126,8 +128,9 @@ def near_card(system: Path = Path("/sys"), cores: Iterable[int] | None = None) -
 
 
 def _cards(system: Path) -> Iterable[Path]:
-    for kind in ("net", "infiniband"):
-        yield from (system / "class" / kind).glob("*/device/numa_node")  # what is virtual has no device
+    cards = list((system / "class" / "infiniband").glob("*/device/numa_node"))
+    nets = (system / "class" / "net").glob("*/device/numa_node")  # what is virtual has no device
+    return cards or [each for each in nets if _text(each.parents[1] / "operstate") != "down"]
 
 
 def _text(path: Path) -> str:
