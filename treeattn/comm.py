@@ -70,8 +70,8 @@ class TreeComm:
         "p2p" lets the cards of one host read them from each other's memory, after a trial (likewise), with those bits.
         "mpi" lets MPI's own collective merge states on the host, in one call, with a compiled operator. MPI then
         decides the order: all ranks have the same bits on Open MPI and MPICH, though MPI's standard does not promise
-        it, but not those of other plans, nor `reduce` those of `allreduce`. It is for ranks of MPI, and takes neither
-        ``deterministic=True`` nor ``wire_dtype``.
+        it, but not those of other plans, nor `reduce` those of `allreduce`. It is for ranks of MPI, takes neither
+        ``deterministic=True`` nor ``wire_dtype``, and was nowhere faster than the default where it was measured.
     model : str, path or CostModel, optional
         By which plans are chosen: the name of a preset, a file from ``treeattn topology --calibrate --save``, or a
         model. By default that of `treeattn.costs` for machines of which nothing is known.
