@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
-from treeattn.kernels.loads import Loads, stored_bytes
+from treeattn.kernels.loads import Loads, padded, stored_bytes
 from treeattn.kernels.pairs import PAIRS, add_pairs
 from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
 
@@ -91,6 +91,11 @@ class _Tile:
     def _step(self) -> int:
         return self._products.loads.step
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a key, where its width is known."""
+        return self._width * self._products.loads.size if isinstance(self._width, int) else 0
+
     def times(self, key: Any) -> list[Any]:
         """Multiply the key at this address with each query, lane by lane."""
         return self._times_written_out(key) if isinstance(self._width, int) else self._times_in_a_loop(key)
@@ -140,6 +145,7 @@ def _dots(
     storage: Any,
     common: Any,
     rows: Any,
+    ahead: Any,
     q: Any,
     q_t: Any,
     k: Any,
@@ -148,21 +154,24 @@ def _dots(
     width: Any,
     scores: Any,
 ) -> Any:
-    """Write the scores of ``rows`` queries and all keys; ``common`` is the width if it is known, else 0."""
+    """Write the scores of ``rows`` queries and all keys; ``common`` is the width if it is known, else 0.
+
+    With ``ahead`` as 1, keys that come later are fetched: they must lie one behind the other.
+    """
     name, fixed, together = STORAGES[abs(storage.literal_value) - 1], common.literal_value, rows.literal_value
     kind = _PairProducts if storage.literal_value < 0 else _Products
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        q, q_t, k, k_t, keys, width, scores = args[3:]
+        q, q_t, k, k_t, keys, width, scores = args[4:]
         vectors = Vectors(builder, DOUBLE if name == "float64" else FLOAT)
         tile = _Tile(kind(vectors, name), q, q_t, together, fixed or width)
-        _for_keys(vectors, tile, together, (k, k_t, keys), scores)
+        _for_keys(vectors, tile, together, bool(ahead.literal_value), (k, k_t, keys), scores)
         return context.get_dummy_value()
 
-    return types.void(storage, common, rows, *[types.int64] * 7), codegen
+    return types.void(storage, common, rows, ahead, *[types.int64] * 7), codegen
 
 
-def _for_keys(vectors: Vectors, tile: _Tile, rows: int, keys: tuple[Any, Any, Any], scores: Any) -> None:
+def _for_keys(vectors: Vectors, tile: _Tile, rows: int, ahead: bool, keys: tuple[Any, Any, Any], scores: Any) -> None:
     """Write the loop over groups of keys whose dot products fill a vector; the last key stands in for missing ones."""
     builder, (k, k_t, count), group = vectors.builder, keys, vectors.lanes // rows
     last = builder.sub(count, vectors.number(1))
@@ -175,7 +184,12 @@ def _for_keys(vectors: Vectors, tile: _Tile, rows: int, keys: tuple[Any, Any, An
             key = builder.select(builder.icmp_signed("<", key, last), key, last)
             return vectors.advance(k, builder.mul(key, k_t))
 
-        found = _sums(vectors, lambda i: tile.times(address(i)), rows, 0, group)
+        def products(i: int) -> list[Any]:
+            if ahead:
+                vectors.fetch_ahead(address(i), tile.row_bytes)
+            return tile.times(address(i))
+
+        found = _sums(vectors, products, rows, 0, group)
         for row in range(rows):
             at = vectors.advance(vectors.advance(scores, first, vectors.size), row * BLOCK, vectors.size)
             vectors.store(vectors.piece(found, row, group, rows), at)
@@ -217,27 +231,41 @@ def scores_of(storage: str, common: int, pairs: bool) -> Callable[[], int]:
     """
     code = (STORAGES.index(storage) + 1) * (-1 if pairs else 1)
     size, itemsize = stored_bytes(storage), 8 if storage == "float64" else 4
+    most = 2 if _in_pairs_of_rows(storage, common, pairs) else 8
     eight, four, two = (min(rows, LANES * 4 // itemsize) for rows in (8, 4, 2))
 
     @part(SCORES)
     def scores(q: int, q_t: int, rows: int, k: int, k_t: int, keys: int, width: int, scores: int) -> None:
-        strip = max(LANES, STRIP // (width * size) // LANES * LANES)
+        if rows == 1 and k_t == common * size:
+            dots(code, common, 1, 1, q, q_t, k, k_t, keys, width, scores)
+            return
+        strip = LANES if most == 2 else max(LANES, STRIP // (width * size) // LANES * LANES)
         for first in range(0, keys, strip):
             row, count = 0, min(strip, keys - first)
             start, into = k + first * k_t, scores + first * itemsize
             while row < rows:
                 at, found = q + row * q_t, into + row * BLOCK * itemsize
-                if rows - row >= eight:
-                    dots(code, common, eight, at, q_t, start, k_t, count, width, found)
+                if rows - row >= eight and most == 8:
+                    dots(code, common, eight, 0, at, q_t, start, k_t, count, width, found)
                     row += eight
-                elif rows - row >= four:
-                    dots(code, common, four, at, q_t, start, k_t, count, width, found)
+                elif rows - row >= four and most == 8:
+                    dots(code, common, four, 0, at, q_t, start, k_t, count, width, found)
                     row += four
                 elif rows - row >= two:
-                    dots(code, common, two, at, q_t, start, k_t, count, width, found)
+                    dots(code, common, two, 0, at, q_t, start, k_t, count, width, found)
                     row += two
                 else:
-                    dots(code, common, 1, at, q_t, start, k_t, count, width, found)
+                    dots(code, common, 1, 0, at, q_t, start, k_t, count, width, found)
                     row += 1
 
     return scores
+
+
+def _in_pairs_of_rows(storage: str, common: int, pairs: bool) -> bool:
+    """Whether two rows at a time are faster than eight: where both queries stay in registers, and widening is quick.
+
+    Keys then come in faster than the memory delivers them, which keeps it busy; the other rows find them in the cache.
+    """
+    quick = storage in ("float32", "float64") or (storage == "bfloat16" and not pairs)
+    vectors = -(-padded(common) * (8 if storage == "float64" else 4) // (LANES * 4))
+    return 0 < 2 * vectors <= HELD and quick

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
-from treeattn.kernels.loads import Loads, padded
+from treeattn.kernels.loads import Loads, padded, stored_bytes
 from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
@@ -40,6 +40,9 @@ ACCUMULATORS = 8 if LANES == 8 else 24
 KEPT = ("float8_e4m3fn",)
 """Types whose widened values are kept for the next pair of rows."""
 
+LATER, FIRST, ALONE = range(3)
+"""Turns of rows at a strip."""
+
 
 def strip_keys(row_bytes: int) -> int:
     """Values in a strip whose widened rows have so many bytes."""
@@ -52,7 +55,7 @@ def _add_strip(
     width: Any,
     rows: Any,
     marked: Any,
-    keep: Any,
+    turn: Any,
     p: Any,
     v: Any,
     v_t: Any,
@@ -61,17 +64,22 @@ def _add_strip(
     sums_t: Any,
     room: Any,
 ) -> Any:
-    """Add a strip of weighted values, of a ``width`` known here, to the sums of ``rows`` rows."""
+    """Add a strip of weighted values, of a ``width`` known here, to the sums of ``rows`` rows.
+
+    ``turn`` says who else uses the strip: `ALONE` nobody, and its values lie one behind the other; `FIRST` others will;
+    `LATER` others have.
+    """
     name, together = STORAGES[storage.literal_value], rows.literal_value
-    flags = bool(marked.literal_value), bool(keep.literal_value)
+    flags = bool(marked.literal_value), turn.literal_value == FIRST and name in KEPT
+    ahead = turn.literal_value == ALONE and name in ("float32", "float64")
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         loads = Loads(Vectors(builder, DOUBLE if name == "float64" else FLOAT), name)
         for panel in _panels(loads, width.literal_value, together):
-            _add_panel(loads, panel, together, flags, args[5:])
+            _add_panel(loads, panel, together, (*flags, ahead), args[5:])
         return context.get_dummy_value()
 
-    return types.void(storage, width, rows, marked, keep, *[types.int64] * 7), codegen
+    return types.void(storage, width, rows, marked, turn, *[types.int64] * 7), codegen
 
 
 def _panels(loads: Loads, width: int, rows: int) -> list[tuple[int, int]]:
@@ -82,16 +90,19 @@ def _panels(loads: Loads, width: int, rows: int) -> list[tuple[int, int]]:
     return [(first, min(width, first + size)) for first in range(0, width, size)]
 
 
-def _add_panel(loads: Loads, panel: tuple[int, int], rows: int, flags: tuple[bool, bool], given: Any) -> None:
+def _add_panel(loads: Loads, panel: tuple[int, int], rows: int, flags: tuple[bool, bool, bool], given: Any) -> None:
     """Sum a panel's elements of all keys in registers, then add them to ``sums``."""
     p, v, v_t, keys, sums, sums_t, room = given
-    vectors, (first, stop), (marked, keep) = loads.vectors, panel, flags
+    vectors, (first, stop), (marked, keep, ahead) = loads.vectors, panel, flags
     at, v = first * vectors.size, vectors.advance(v, first, loads.size)
 
     def step(index: Any, totals: list[Any]) -> list[Any]:
         weight_at = vectors.advance(p, index, vectors.size)
         weights = [vectors.broadcast(vectors.advance(weight_at, row * BLOCK, vectors.size)) for row in range(rows)]
-        values = loads.load_row(vectors.advance(v, vectors.builder.mul(index, v_t)), stop - first)
+        value = vectors.advance(v, vectors.builder.mul(index, v_t))
+        if ahead:
+            vectors.fetch_ahead(value, (stop - first) * loads.size)
+        values = loads.load_row(value, stop - first)
         if keep:
             vectors.store_all(values, vectors.advance(vectors.advance(room, at), vectors.builder.mul(index, sums_t)))
         pairs = [(weight, value) for weight in weights for value in values]
@@ -117,7 +128,7 @@ add_strip: Any = intrinsic(prefer_literal=True)(_add_strip)
 @cache
 def values_of(storage: str, common: int) -> Callable[[], int]:
     """Give the part that sums values of a storage type and a width that it is written out for."""
-    code, itemsize = STORAGES.index(storage), 8 if storage == "float64" else 4
+    code, size, itemsize = STORAGES.index(storage), stored_bytes(storage), 8 if storage == "float64" else 4
     kept = storage in KEPT
     after, row_bytes = STORAGES.index("float32") if kept else code, padded(common) * itemsize
     strip = strip_keys(row_bytes)
@@ -133,20 +144,22 @@ def values_of(storage: str, common: int) -> Callable[[], int]:
             if marked:
                 for row in range(rows):
                     row_weights, total = weights + row * BLOCK * itemsize, sums + row * sums_t
-                    add_strip(code, common, 1, 1, 0, row_weights, at, v_t, count, total, sums_t, room)
+                    add_strip(code, common, 1, 1, LATER, row_weights, at, v_t, count, total, sums_t, room)
                 continue
             row = min(first, rows)
-            if row == 1:
-                add_strip(code, common, 1, 0, kept, weights, at, v_t, count, sums, sums_t, room)
+            if rows == 1 and v_t == common * size:
+                add_strip(code, common, 1, 0, ALONE, weights, at, v_t, count, sums, sums_t, room)
+            elif row == 1:
+                add_strip(code, common, 1, 0, FIRST, weights, at, v_t, count, sums, sums_t, room)
             else:
-                add_strip(code, common, 2, 0, kept, weights, at, v_t, count, sums, sums_t, room)
+                add_strip(code, common, 2, 0, FIRST, weights, at, v_t, count, sums, sums_t, room)
             source, step = (room, sums_t) if kept else (at, v_t)
             while row < rows:
                 row_weights, total = weights + row * BLOCK * itemsize, sums + row * sums_t
                 if rows - row >= 2:
-                    add_strip(after, after_width, 2, 0, 0, row_weights, source, step, count, total, sums_t, room)
+                    add_strip(after, after_width, 2, 0, LATER, row_weights, source, step, count, total, sums_t, room)
                 else:
-                    add_strip(after, after_width, 1, 0, 0, row_weights, source, step, count, total, sums_t, room)
+                    add_strip(after, after_width, 1, 0, LATER, row_weights, source, step, count, total, sums_t, room)
                 row += 2
 
     return values
@@ -168,19 +181,19 @@ def values_of_any_width(dtype: str) -> Callable[[], int]:
                 at, weights = v + column * itemsize, p + row * BLOCK * itemsize
                 total = sums + row * sums_t + column * itemsize
                 if marked:
-                    add_strip(code, narrow, 1, 1, 0, weights, at, v_t, keys, total, sums_t, room)
+                    add_strip(code, narrow, 1, 1, LATER, weights, at, v_t, keys, total, sums_t, room)
                     column += narrow
                 elif (column + wide) * itemsize > sums_t:
                     if pair:
-                        add_strip(code, narrow, 2, 0, 0, weights, at, v_t, keys, total, sums_t, room)
+                        add_strip(code, narrow, 2, 0, LATER, weights, at, v_t, keys, total, sums_t, room)
                     else:
-                        add_strip(code, narrow, 1, 0, 0, weights, at, v_t, keys, total, sums_t, room)
+                        add_strip(code, narrow, 1, 0, LATER, weights, at, v_t, keys, total, sums_t, room)
                     column += narrow
                 else:
                     if pair:
-                        add_strip(code, wide, 2, 0, 0, weights, at, v_t, keys, total, sums_t, room)
+                        add_strip(code, wide, 2, 0, LATER, weights, at, v_t, keys, total, sums_t, room)
                     else:
-                        add_strip(code, wide, 1, 0, 0, weights, at, v_t, keys, total, sums_t, room)
+                        add_strip(code, wide, 1, 0, LATER, weights, at, v_t, keys, total, sums_t, room)
                     column += wide
 
     return values

@@ -44,6 +44,10 @@ def _lanes() -> int:
 LANES = _lanes()
 """float32 numbers in one vector."""
 
+AHEAD, AHEAD_STEP = 8192, 128
+"""Bytes that `Vectors.fetch_ahead` asks ahead, and from one line that it asks for to the next: every second one, since
+the processor fetches the other by itself. To ask for each was slower: too few can wait at once to keep memory busy."""
+
 
 class Vectors:
     """Writes vector instructions at an LLVM builder's place; addresses are int64 values, offsets Python numbers.
@@ -158,6 +162,11 @@ class Vectors:
         kinds = [pointer.type, INT, INT, INT]
         prefetch = self.builder.module.declare_intrinsic("llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), kinds))
         self.builder.call(prefetch, [pointer, *(ir.Constant(INT, each) for each in (0, NEAR, 1))])
+
+    def fetch_ahead(self, address: Any, length: int) -> None:
+        """Ask for what will be read some time after the ``length`` bytes at an address."""
+        for at in range(0, length, AHEAD_STEP):
+            self.fetch(self.advance(address, AHEAD + at))
 
     def in_order(self, values: Sequence[Any] = ()) -> None:
         """Keep what is loaded after this from being fetched before ``values`` are computed; costs no instruction."""
