@@ -25,7 +25,7 @@ from treeattn.lanes import Lanes, Reduction
 from treeattn.peer_memory import open_peers
 from treeattn.plan import Plan, Stats, Usage
 from treeattn.planner import plan_bcast
-from treeattn.planning import Planning
+from treeattn.policy import Policy
 from treeattn.session import Session
 from treeattn.state import PartialState
 from treeattn.topology import near_card
@@ -163,7 +163,7 @@ class TreeComm:
             self._session.window = open_window(channel.hosts, self.rank, self.consult)
         near = [rank for rank, each in enumerate(places) if each["near"]]
         notes = notes_on(comm) if settings.measures else {}
-        self._planning = Planning(channel, settings, near, notes)
+        self._policy = Policy(channel, settings, near, notes)
         if settings.collective == "nccl":
             channel.cards = open_cards(self.rank, channel.hosts, self.consult, transport.wait_for, transport.watched)
         elif settings.collective == "p2p":
@@ -239,11 +239,11 @@ class TreeComm:
         root : int, optional
             The only rank that wants the result.
         """
-        return self._planning.plan(payload_bytes, root, self._session.window is not None)
+        return self._policy.plan(payload_bytes, root, self._session.window is not None)
 
     def _measured_plan(self, payload_bytes: int, root: int | None, shares_memory: bool) -> Plan:
-        self._planning.measure(payload_bytes, self._session.window)
-        return self._planning.plan(payload_bytes, root, shares_memory)
+        self._policy.measure(payload_bytes, self._session.window)
+        return self._policy.plan(payload_bytes, root, shares_memory)
 
     def _open_lane(self) -> Session:
         """Make a lane, with memory of its own where the communicator has any; collective."""
@@ -253,12 +253,12 @@ class TreeComm:
     @property
     def calibration(self) -> Calibration | None:
         """What was measured for ``plan="auto"``, once a merge or another communicator of these ranks has done it."""
-        return self._planning.calibration
+        return self._policy.calibration
 
     @property
     def deterministic(self) -> bool:
         """Whether rank states travel unmerged."""
-        return self._planning.deterministic
+        return self._policy.deterministic
 
     @property
     def stats(self) -> Stats:
@@ -296,7 +296,7 @@ class TreeComm:
 
     def __repr__(self) -> str:
         kind = f"rank {self.rank} of {self.size} on {len(set(self.hosts))} hosts"
-        plan = self._channel.collective or str(self._planning)
+        plan = self._channel.collective or str(self._policy)
         return f"TreeComm({kind}, plan={plan!r})"
 
     def allreduce(self, state: PartialState, *, out: PartialState | None = None) -> PartialState:
@@ -404,7 +404,7 @@ class TreeComm:
             told = self._consult(Description("bcast", root, values={"array": describe(given)}), error)
             dtype, shape = check_alike([each["array"] for each in told], root)
             data = given if given is not None and self.rank == root else np.empty(shape, dtype)
-            plan = plan_bcast(self.hosts, root, self._planning.radices(data.nbytes, self._session.window is not None))
+            plan = plan_bcast(self.hosts, root, self._policy.radices(data.nbytes, self._session.window is not None))
             self._channel.call(broadcast, plan, self._channel.transport, data, self._channel.tally)
             return data
 

@@ -16,14 +16,14 @@ from treeattn.radices import Radices
 from treeattn.window import STATE_BYTES, Window
 from treeattn.wire_form import WireForm
 
-__all__ = ["Planning"]
+__all__ = ["Policy"]
 
 ROW = 130
 """Numbers of a head row of the states that are measured, whose bytes are those of the payload to within a row."""
 
 
-class Planning:
-    """The plans of one communicator.
+class Policy:
+    """By what the plans of one communicator are chosen.
 
     Parameters
     ----------
