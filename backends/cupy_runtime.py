@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.backends import cupy_nccl
+from treeattn.backends.pins import Pins
 from treeattn.kernels.gpu.source import THREADS
 from treeattn.kernels.gpu.targets import target_of
 from treeattn.launch import launched
@@ -63,6 +64,8 @@ class CupyRuntime:
         self.bus_id = str(self._cupy.cuda.runtime.deviceGetPCIBusId(device.id))
         self._modules: dict[Any, Any] = {}
         self._staging: dict[int, npt.NDArray[np.uint8]] = {}
+        driver = self._cupy.cuda.runtime
+        self._pins = Pins(lambda start, size: driver.hostRegister(start, size, 0), driver.hostUnregister)
 
     @property
     def stream(self) -> int:
@@ -82,23 +85,31 @@ class CupyRuntime:
         return self._cupy.asarray(np.ascontiguousarray(array))
 
     def copy_in(self, data: npt.NDArray[np.uint8], packed: Any) -> None:
-        """Copy through pinned memory, which is kept until the copy is done."""
-        staging = self._stage(packed.nbytes)
-        staging[:] = data.reshape(-1)
-        packed.data.copy_from_host_async(staging.ctypes.data, packed.nbytes, self._cupy.cuda.get_current_stream())
+        """Copy from pinned memory, or through some, which is kept until the copy is done."""
+        at = data.ctypes.data
+        if not self._pins.hold(at, packed.nbytes):
+            staging = self._stage(packed.nbytes)
+            staging[:], at = data.reshape(-1), staging.ctypes.data
+        packed.data.copy_from_host_async(at, packed.nbytes, self._cupy.cuda.get_current_stream())
         self.wait()
 
     def copy_out(self, packed: Any, out: npt.NDArray[np.uint8]) -> None:
-        """Copy through pinned memory; waits by event for this stream only."""
-        staging = self._stage(packed.nbytes)
-        packed.data.copy_to_host_async(staging.ctypes.data, packed.nbytes, self._cupy.cuda.get_current_stream())
+        """Copy to pinned memory, or through some; waits by event for this stream only."""
+        pinned = self._pins.hold(out.ctypes.data, packed.nbytes)
+        target = out if pinned else self._stage(packed.nbytes)
+        packed.data.copy_to_host_async(target.ctypes.data, packed.nbytes, self._cupy.cuda.get_current_stream())
         self.wait()
-        out.reshape(-1)[:] = staging
+        if not pinned:
+            out.reshape(-1)[:] = target
 
     def _stage(self, size: int) -> npt.NDArray[np.uint8]:
         if size not in self._staging:
             self._staging[size] = self._pinned(size, np.uint8)
         return self._staging[size]
+
+    def pin(self, array: npt.NDArray[np.uint8]) -> bool:
+        """Register whole pages, once; a driver that refuses leaves the detour."""
+        return self._pins.pin(array)
 
     def wait(self) -> None:
         """Wait by asking: a blocking call would hold this thread even where the card has died."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.call import address, is_wide, pack_call, pack_finish, pack_merge
 from treeattn.kernels.gpu.splits import split_count
 from treeattn.kernels.gpu.table import Specialisation, choose
-from treeattn.wire_form import WireForm
+from treeattn.wire_form import WireForm, own_pages
 
 __all__ = ["DeviceBackend", "DeviceOps"]
 
@@ -110,22 +111,36 @@ class DeviceOps(StagedOps):
         return DeviceBytes(self._runtime.empty((size,), "uint8"), 0, size)
 
     def prepare_pack(self, wire: Any, form: WireForm) -> Callable[[Any], None]:
-        """Give a function that writes wire rows: on the card where ``wire`` is there, in one launch, else staged."""
-        if not isinstance(wire, DeviceBytes):
+        """Give a function that writes wire rows: made on the card in one launch, and copied to ``wire`` on the host.
+
+        Where the driver can't pin ``wire``, and in 16 bit, the host makes them of a copy of the state.
+        """
+        if isinstance(wire, DeviceBytes):
+            return lambda packed: self.on_rows("pack", wire, [packed], form)
+        if form.narrow or not self._runtime.pin(wire):
             return super().prepare_pack(wire, form)
-        return lambda packed: self._on_rows("pack", wire, [packed], form)
+        return PinnedRows(self, wire, form).pack
 
     def prepare_unpack(self, wire: Any, form: WireForm) -> Callable[[Any], None]:
         """Give a function that makes a state of wire rows, likewise."""
-        if not isinstance(wire, DeviceBytes):
+        if isinstance(wire, DeviceBytes):
+            return lambda packed: self.on_rows("unpack", packed, [wire], form)
+        if form.narrow or not self._runtime.pin(wire):
             return super().prepare_unpack(wire, form)
-        return lambda packed: self._on_rows("unpack", packed, [wire], form)
+        return PinnedRows(self, wire, form).unpack
+
+    def _room(self, form: WireForm) -> Any:
+        """Allocate host memory for a packed state on its way, pinned where the driver does that."""
+        size = math.prod(form.shape) * np.dtype(form.dtype).itemsize
+        room = own_pages(size)
+        self._runtime.pin(room)
+        return room[:size].view(form.dtype).reshape(form.shape)
 
     def prepare_merge_rows(
         self, out: DeviceBytes, sources: Sequence[DeviceBytes], form: WireForm
     ) -> Callable[[], None]:
         """Give a function that merges wire rows on the card, in one launch."""
-        return lambda: self._on_rows("merge_rows", out, sources, form)
+        return lambda: self.on_rows("merge_rows", out, sources, form)
 
     def join_reasons(self) -> list[str]:
         """Say why this card can't be joined with those of other ranks."""
@@ -156,7 +171,8 @@ class DeviceOps(StagedOps):
         """Unmap it."""
         self._runtime.detach(memory.array)
 
-    def _on_rows(self, name: str, out: Any, sources: Sequence[Any], form: WireForm) -> None:
+    def on_rows(self, name: str, out: Any, sources: Sequence[Any], form: WireForm) -> None:
+        """Start the kernel ``name`` on wire rows."""
         if form.rows:
             call = pack_merge([address(each) for each in sources], address(out), width=form.width)
             self._kernel(name).launch(form.rows, call)
@@ -164,6 +180,39 @@ class DeviceOps(StagedOps):
     def _kernel(self, name: str) -> Kernel:
         text, defines = source.text("states.cu"), source.state_defines()
         return self._backend.compiled(text, f"treeattn_{name}", defines, contract=False)
+
+
+class PinnedRows:
+    """Wire rows that go between a card and pinned host memory in one copy, with no other on the host.
+
+    Parameters
+    ----------
+    ops : DeviceOps
+    wire : array of uint8
+        In pinned memory.
+    form : WireForm
+    """
+
+    def __init__(self, ops: DeviceOps, wire: Bytes, form: WireForm) -> None:
+        self._ops, self._wire, self._form, self._rows = ops, wire, form, ops.memory(form.nbytes)
+        self._read: Callable[[], bool] = _at_once
+
+    def pack(self, packed: Any) -> None:
+        """Make the rows of a state on the card, and copy them to the wire."""
+        self._ops.on_rows("pack", self._rows, [packed], self._form)
+        self._ops.to_host(self._rows, self._wire)
+
+    def unpack(self, packed: Any) -> None:
+        """Copy the rows to the card, once the last ones have been read there, on whatever stream, and unpack them."""
+        while not self._read():
+            pass
+        self._ops.from_host(self._wire, self._rows)
+        self._ops.on_rows("unpack", packed, [self._rows], self._form)
+        self._read = self._ops.mark()
+
+
+def _at_once() -> bool:
+    return True
 
 
 class Launch(NamedTuple):

@@ -91,6 +91,10 @@ class StagedOps:
         """Give (out, lse) in host memory, natural base, with the sink counted once."""
         return combine.finish(self._fetched(packed), sink)
 
+    def _room(self, form: WireForm) -> Array:
+        """Allocate host memory for a packed state on its way."""
+        return np.empty(form.shape, form.dtype)
+
     def _fetched(self, packed: Any) -> Array:
         found = np.empty(packed.shape, packed.dtype)
         self.to_host(packed, found.reshape(-1).view(np.uint8))
@@ -98,7 +102,7 @@ class StagedOps:
 
     def prepare_pack(self, wire: Bytes, form: WireForm) -> Callable[[Any], None]:
         """Give a function that copies a state to the host and writes its wire rows to ``wire``."""
-        staged = np.empty(form.shape, form.dtype)
+        staged = self._room(form)
         seen, pack = staged.reshape(-1).view(np.uint8), wire_rows.prepare_pack(wire, form)
 
         def pack_staged(packed: Any) -> None:
@@ -109,7 +113,7 @@ class StagedOps:
 
     def prepare_unpack(self, wire: Bytes, form: WireForm) -> Callable[[Any], None]:
         """Give a function that makes the state of the wire rows on the host and copies it to its device."""
-        staged = np.empty(form.shape, form.dtype)
+        staged = self._room(form)
         seen, unpack = staged.reshape(-1).view(np.uint8), wire_rows.prepare_unpack(wire, form)
 
         def unpack_staged(packed: Any) -> None:

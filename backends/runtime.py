@@ -52,6 +52,9 @@ class Runtime(Protocol):
     def copy_out(self, packed: Any, out: npt.NDArray[np.uint8]) -> None:
         """Copy a device array's bytes to host memory, complete on return; waits for the current stream only."""
 
+    def pin(self, array: npt.NDArray[np.uint8]) -> bool:
+        """Let this card copy to and from the memory that holds ``array`` without a detour, and say whether it can."""
+
     def mark(self) -> Callable[[], bool]:
         """Record an event on the current stream; give a function that tells whether it has come to pass."""
 

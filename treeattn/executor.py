@@ -41,6 +41,8 @@ class Exchange:
         Counts what is sent.
     direct : DirectOps, optional
         Of the card in whose memory messages are to be; the plan has no rounds in windows then.
+    pinnable : bool
+        Whether states come from a card through host memory, which its driver may want to pin.
     """
 
     with_payloads = True
@@ -54,10 +56,12 @@ class Exchange:
         form: WireForm,
         tally: Tally,
         direct: DirectOps | None = None,
+        pinnable: bool = False,
     ) -> None:
         self.plan, self.transport, self.window, self._tally = plan, transport, window, tally
         counts = [plan.records(transport.rank, piece) for piece in range(plan.pieces)]
-        self._pieces = Pieces(_records(counts, form, direct), form)
+        on_card: list[Records] = [] if direct is None else [DeviceRecords(counts[0], form, direct)]
+        self._pieces = Pieces(on_card or records_of(counts, form, pinnable), form, pinnable)
         self.usage = Usage(self._pieces.nbytes)
         self.rounds = self._prepare()
         self._ahead = [request for each in self.rounds for request in each.ahead]
@@ -91,7 +95,9 @@ class Exchange:
 
     def load(self, state: PartialState) -> None:
         """Take this rank's state, before `run`."""
-        self._pieces.load(state)
+        first = self.rounds[0] if self.rounds else None
+        if not isinstance(first, WindowRound) or not first.take(state):
+            self._pieces.load(state)
 
     def run(self, own: Header) -> Header:
         """Follow the plan and give the header that all ranks' headers combine to: `begin`, and `complete`."""
@@ -171,8 +177,3 @@ class Exchange:
     def _store(self, out: PartialState) -> None:
         """Write the merged state to ``out``."""
         self._pieces.store(out)
-
-
-def _records(counts: list[int], form: WireForm, direct: DirectOps | None) -> list[Records]:
-    """Make records of each piece on the host, or of the only one on the card."""
-    return records_of(counts, form) if direct is None else [DeviceRecords(counts[0], form, direct)]

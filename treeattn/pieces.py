@@ -16,10 +16,10 @@ from treeattn.wire_form import Bytes, WireForm
 __all__ = ["Pieces", "records_of"]
 
 
-def records_of(counts: Sequence[int], form: WireForm) -> list[Records]:
+def records_of(counts: Sequence[int], form: WireForm, pinnable: bool = False) -> list[Records]:
     """Make so many records of each piece; one has no rows where a state has fewer than there are pieces."""
     if len(counts) == 1:
-        return [Records(counts[0], form)]
+        return [Records(counts[0], form, pinnable)]
     rows = spans(form.rows, len(counts))
     forms = [replace(form, shape=(1, 1, len(span), form.width)) for span in rows]
     return [Records(count, each) for count, each in zip(counts, forms, strict=True)]
@@ -34,6 +34,8 @@ class Pieces:
         By piece.
     form : WireForm
         Of the whole state.
+    pinnable : bool
+        Whether it comes from a card.
 
     Attributes
     ----------
@@ -41,11 +43,11 @@ class Pieces:
         Where the state is packed and unpacked: the only part, or a record apart.
     """
 
-    def __init__(self, parts: list[Records], form: WireForm) -> None:
+    def __init__(self, parts: list[Records], form: WireForm, pinnable: bool = False) -> None:
         self.parts, self.whole = parts, parts[0]
         self._places: list[Bytes] = []
         if len(parts) > 1:
-            self.whole = Records(1, form)
+            self.whole = Records(1, form, pinnable)
             ends = list(accumulate(part.payload_bytes for part in parts))
             self._places = [self.whole.payloads[0][start:end] for start, end in pairwise([0, *ends])]
 

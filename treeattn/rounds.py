@@ -20,7 +20,7 @@ from treeattn.state import PartialState, StateOps
 from treeattn.transport import Bytes, Meanwhile, Silence, Transport, Usual, nothing
 from treeattn.waiting import nap
 from treeattn.window import Window, compiled
-from treeattn.wire_form import WireForm, merger
+from treeattn.wire_form import WireForm, merger, own_pages
 
 __all__ = ["MessageRound", "Records", "Tally", "WindowRound"]
 
@@ -71,10 +71,18 @@ class Tally:
 
 
 class Records:
-    """A rank's records, each a header and a state's wire rows, in one host buffer from which messages are cut."""
+    """A rank's records, each a header and a state's wire rows, in one host buffer from which messages are cut.
 
-    def __init__(self, count: int, form: WireForm) -> None:
-        self.form, self.payload_bytes = form, form.nbytes
+    Parameters
+    ----------
+    count : int
+    form : WireForm
+    pinnable : bool
+        Whether a card's driver may want to pin the buffer.
+    """
+
+    def __init__(self, count: int, form: WireForm, pinnable: bool = False) -> None:
+        self.form, self.payload_bytes, self.pinnable = form, form.nbytes, pinnable
         self.stride = HEADER_BYTES + self.payload_bytes
         self.buffer = self._allocate(count * self.stride)
         starts = range(0, count * self.stride, self.stride)
@@ -83,7 +91,7 @@ class Records:
         self._ops: StateOps | None = None
 
     def _allocate(self, size: int) -> Bytes:
-        return np.zeros(size, np.uint8)
+        return own_pages(size)[:size] if self.pinnable else np.zeros(size, np.uint8)
 
     def _header(self, data: Bytes) -> memoryview:
         return memoryview(data.data)
@@ -95,18 +103,22 @@ class Records:
 
     def load(self, state: PartialState) -> None:
         """Pack a state to record 0."""
-        if state.ops is not self._ops:
-            self._pack = state.ops.prepare_pack(self.payloads[0], self.form)
-            self._unpack = state.ops.prepare_unpack(self.payloads[0], self.form)
-            self._ops = state.ops
+        self._prepare(state.ops)
         self._pack(state._packed)
+
+    def _prepare(self, ops: StateOps) -> None:
+        if ops is not self._ops:
+            self._pack = ops.prepare_pack(self.payloads[0], self.form)
+            self._unpack = ops.prepare_unpack(self.payloads[0], self.form)
+            self._ops = ops
 
     def merger(self, payloads: Sequence[Bytes]) -> Callable[[], None]:
         """Give what merges ``payloads`` into record 0, in the order given."""
         return merger(self.payloads[0], payloads, self.form)
 
     def store(self, out: PartialState) -> None:
-        """Unpack record 0 to ``out``, of the backend whose state was loaded."""
+        """Unpack record 0 to ``out``."""
+        self._prepare(out.ops)
         self._unpack(out._packed)
 
 
@@ -247,10 +259,14 @@ class WindowRound:
         self._places = _places([records.payload_bytes for records in parts])
         self._sent = [step.piece for step in steps if any(slots for _, slots in step.sends)]
         self._speaks = any(step.sends for step in steps)
+        alone = all(step.merges or not step.receives for step in steps)  # else record 0 has to hold this rank's state
+        self._in_place = alone and bool(self._sent) and len(parts) == 1
+        self._taken, self._ops = False, None
         sources = list(dict.fromkeys(source for step in steps for source, _, _ in step.receives))
         self._slots = [np.array([window.address(rank, use) for rank in sources], np.int64) for use in (0, 1)]
         self._headers = [[window.header(rank, use) for rank in sources] for use in (0, 1)]
         self._mergers = [[merge for step in steps for merge in self._prepare(step, use)] for use in (0, 1)]
+        self._mergers_taken = [[m for step in steps for m in self._prepare(step, use, True)] for use in (0, 1)]
         self._own = parts[0].buffer.ctypes.data, parts[0].payloads[0].ctypes.data
 
     @property
@@ -262,20 +278,38 @@ class WindowRound:
         at = self._places[piece]
         return self._window.payload(rank, use, at.stop)[at]
 
-    def _prepare(self, step: RankRound, use: int) -> list[Callable[[], None]]:
+    def _prepare(self, step: RankRound, use: int, taken: bool = False) -> list[Callable[[], None]]:
         """Make ready to merge, straight out of the window; what is not merged is copied to its record."""
         records, piece = self._parts[step.piece], step.piece
         found = {at: self._payload(rank, use, piece) for rank, slots, at in step.receives if slots}
         if not step.merges:
             return [_copier(records.payloads[at], payload) for at, payload in found.items()]
-        found.setdefault(0, records.payloads[0])
-        return [records.merger([found[at] for at in sources]) for sources in step.merges]
+        mergers = []
+        own = self._payload(self._transport.rank, use, piece) if taken else records.payloads[0]
+        for sources in step.merges:
+            places = {0: own, **found}
+            mergers.append(records.merger([places[at] for at in sources]))
+            own = records.payloads[0]  # where what was merged is
+        return mergers
+
+    def take(self, state: PartialState) -> bool:
+        """Let a card copy a state straight to this rank's slot, before `post`; False where it has to go to record 0."""
+        self._taken = False
+        if not self._in_place or isinstance(state._packed, np.ndarray):
+            return False
+        if state.ops is not self._ops:
+            form, rank = self._parts[0].form, self._transport.rank
+            self._packs = [state.ops.prepare_pack(self._payload(rank, use, 0), form) for use in (0, 1)]
+            self._ops = state.ops
+        self._packs[self._use % 2](state._packed)
+        self._taken = True
+        return True
 
     def post(self, full: bool) -> None:
         """Publish; without a payload, ``full`` false, the header alone."""
         if self._speaks and not self.published:
             use, (header, payload), rank = self._use, self._own, self._transport.rank
-            size = self._places[0].stop if full and self._sent else 0
+            size = self._places[0].stop if full and self._sent and not self._taken else 0
             if size and len(self._parts) > 1:  # rows that are not beside each other here, but are there
                 size = 0
                 for piece in self._sent:
@@ -317,7 +351,7 @@ class WindowRound:
 
     def merge(self) -> None:
         """Merge what came."""
-        for merge in self._mergers[self._use % 2]:
+        for merge in (self._mergers_taken if self._taken else self._mergers)[self._use % 2]:
             merge()
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from treeattn.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Header, Signature, conclude
 from treeattn.channel import Channel
 from treeattn.collective import CollectiveExchange
@@ -174,7 +176,8 @@ class Session:
             elif channel.collective == "mpi":
                 found = CollectiveExchange(*common)
             else:
-                found = Exchange(*common, None if state is None else self._direct(plan, state.ops))
+                device = state is not None and not isinstance(state._packed, np.ndarray)
+                found = Exchange(*common, self._direct(plan, state.ops) if state and device else None, device)
             self._exchanges[agreed.wire] = found
         return found
 

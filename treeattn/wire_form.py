@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ROUNDING", "WIRE_DTYPES", "Bytes", "WireForm", "merger", "operator"]
+__all__ = ["ROUNDING", "WIRE_DTYPES", "Bytes", "WireForm", "merger", "operator", "own_pages"]
 
 WIRE_DTYPES = ("bfloat16", "float16")
 """What o may travel in, besides its own dtype."""
@@ -72,6 +73,11 @@ class WireForm:
     def nbytes(self) -> int:
         """Bytes of a state."""
         return self.rows * self.row_bytes
+
+
+def own_pages(size: int) -> Bytes:
+    """Allocate zeros on pages that hold nothing else, so that a card's driver can pin them; at least ``size`` bytes."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
 
 
 def merger(out: Bytes, sources: Sequence[Bytes], form: WireForm) -> Callable[[], None]:

@@ -19,6 +19,7 @@ import numpy as np
 from emulation import Emulator
 
 from treeattn.backends.device import DeviceBackend
+from treeattn.backends.pins import Pins
 from treeattn.kernels.gpu.targets import target_of
 
 __all__ = ["FakeCard", "FakeCardBackend", "FaultingArray"]
@@ -122,7 +123,9 @@ class FakeCard:
         self.emulator, self.target, self.multiprocessors = emulator, target_of(arch), 2
         self._memory = mmap.mmap(-1, ARENA)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.used = self.launches = self.copies = self.waits = 0
+        self.used = self.launches = self.copies = self.waits = self.detours = 0
+        self.pinned: dict[int, int] = {}
+        self.pins = Pins(self.pinned.__setitem__, self.pinned.__delitem__)
         self.bus_id, self.lies = f"0000:{id(self) % 2**16:04x}:00.0", False
         self.mapped: list[FakeCard] = []
         self.stream, self._engine = 0, threading.Lock()
@@ -174,13 +177,18 @@ class FakeCard:
         self.refuse_in_capture("a copy from the host")
         self.copies += 1
         data = np.ascontiguousarray(data)
+        self.detours += not self.pins.hold(data.ctypes.data, packed.nbytes)
         with self.access():
             ctypes.memmove(packed.data.ptr, data.ctypes.data, packed.nbytes)
 
     def copy_out(self, packed: FaultingArray, out: np.ndarray[Any, Any]) -> None:
         self.copies += 1
+        self.detours += not self.pins.hold(out.ctypes.data, packed.nbytes)
         with self.access():
             ctypes.memmove(out.ctypes.data, packed.data.ptr, packed.nbytes)
+
+    def pin(self, array: np.ndarray[Any, Any]) -> bool:
+        return self.pins.pin(array)
 
     def wait(self) -> None:
         self.refuse_in_capture("a wait")
