@@ -297,6 +297,34 @@ def test_each_thing_that_can_be_missing_has_its_sentence(
     assert cupy_runtime.why_not("cuda") == []
 
 
+@pytest.mark.parametrize(
+    ("environ", "started", "card"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, None, 1),
+        ({"PMI_RANK": "6", "PMI_SIZE": "8", "MPI_LOCALRANKID": "6"}, False, 2),  # more ranks than cards share them
+        ({"PMI_RANK": "6", "PMI_SIZE": "8", "MPI_LOCALRANKID": "6"}, True, None),  # who started MPI has chosen
+        ({"PMI_RANK": "6", "PMI_SIZE": "8"}, False, None),
+        ({}, None, None),
+    ],
+)
+def test_a_rank_takes_the_card_of_its_number_on_its_host_before_mpi_starts(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], started: bool | None, card: int | None
+) -> None:
+    for name in [each for each in os.environ if each.startswith(("OMPI_", "PMI", "MPI_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    mpi = None if started is None else types.SimpleNamespace(Is_initialized=lambda: started)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    used: list[int] = []
+    cupy = FakeCupy(hip=False, count=4)
+    monkeypatch.setattr(
+        cupy, "Device", lambda number: types.SimpleNamespace(use=lambda: used.append(number)), raising=False
+    )
+    cupy_runtime._choose_card(cupy)
+    assert used == ([] if card is None else [card])
+
+
 def test_auto_is_the_cpu_where_no_card_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     auto = AutoBackend()
