@@ -169,6 +169,16 @@ def test_topology_writes_a_plan_and_draws_what_it_wrote(treeattn, tmp_path):
     assert "the first of 2 pieces" in read.out
 
 
+def test_one_rank_draws_the_plan_of_a_file(treeattn, tmp_path, monkeypatch):
+    file = tmp_path / "plan.json"
+    file.write_text(plan_allreduce("ab").to_json())
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    for rank, speaks in (("0", True), ("1", False)):
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+        ended = treeattn("topology", "--plan", str(file))
+        assert (ended.status, bool(ended.out)) == (0, speaks)
+
+
 def test_topology_forecasts_by_a_model(treeattn, tmp_path):
     file = tmp_path / "model.json"
     file.write_text(CostModel(Link(1, 1e9, ""), Link(1000, 1e9, ""), merge_gb_per_s=1e9).to_json())

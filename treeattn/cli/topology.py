@@ -121,10 +121,9 @@ def _draw_from(
     from treeattn.plan import Plan
     from treeattn.saved import text_of
 
-    text = text_of("plan", plan)
+    here, text = launched(), text_of("plan", plan)
     if text is not None:
-        return 0, Plan.from_json(text)
-    here = launched()
+        return 0 if here is None else here.rank, Plan.from_json(text)
     if hosts is not None and (here is None or here.size == 1):
         return 0, _imagined(hosts, plan, deterministic, root, payload, model)
     return _followed(hosts, plan, deterministic, root, payload, model)
