@@ -64,8 +64,7 @@ class DeviceRecords(Records):
 
     def load(self, state: PartialState) -> None:
         """Pack a state to record 0, once the last result has been read from there, on whatever stream that was."""
-        while not self._left():
-            pass
+        self.settle()
         if state.ops is self._device:
             super().load(state)
         else:
@@ -77,11 +76,20 @@ class DeviceRecords(Records):
         """Unpack record 0, where ``out`` lives."""
         if out.ops is self._device:
             super().store(out)
-            self._left = self._device.mark()
+            self.leave()
             return
         wire = np.empty(self.form.nbytes, np.uint8)
         self._device.to_host(self.payloads[0], wire)
         out.ops.prepare_unpack(wire, self.form)(out._packed)
+
+    def leave(self) -> None:
+        """Take note that everything that reads the records has been started."""
+        self._left = self._device.mark()
+
+    def settle(self) -> None:
+        """Wait until that has been done."""
+        while not self._left():
+            pass
 
 
 def _done() -> bool:
@@ -89,13 +97,12 @@ def _done() -> bool:
 
 
 class DirectRound(MessageRound):
-    """A round of messages from card to card; the other ranks may be on it or not.
+    """A round of messages from card to card; the other ranks may be on it or not."""
 
-    Nothing is received a step ahead: kernels may still read what it would be written over.
-    """
-
-    def __init__(self, step: RankRound, records: DeviceRecords, transport: Transport, tally: Tally) -> None:
-        super().__init__([step], [records], transport, tally, {(0, at) for at in range(len(records.headers))})
+    def __init__(
+        self, step: RankRound, records: DeviceRecords, transport: Transport, tally: Tally, busy: set[tuple[int, int]]
+    ) -> None:
+        super().__init__([step], [records], transport, tally, busy)
         self._mirrored, self._places = records, [at for _, _, at in step.receives]
 
     def post(self, full: bool) -> None:

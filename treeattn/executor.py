@@ -67,8 +67,7 @@ class Exchange:
         self._ahead = [request for each in self.rounds for request in each.ahead]
         self._cost = len(plan.rounds), plan.rounds_between
         self._header, self._bytes, self._at = Header(0, 0, 0, 0), b"", len(self.rounds)
-        if self._ahead:
-            transport.start(self._ahead)
+        self.start_ahead()
 
     @property
     def form(self) -> WireForm:
@@ -88,7 +87,7 @@ class Exchange:
                 ordinal = shared.index(number) + 1
                 rounds.append(WindowRound(list(found), parts, self.transport, self.window, ordinal))
             elif isinstance(parts[0], DeviceRecords):
-                rounds.append(DirectRound(next(found), parts[0], self.transport, self._tally))
+                rounds.append(DirectRound(next(found), parts[0], self.transport, self._tally, busy))
             else:
                 rounds.append(MessageRound(list(found), parts, self.transport, self._tally, busy))
         return rounds
@@ -139,9 +138,13 @@ class Exchange:
         if not self.over:
             self.rounds[self._at].post(self.with_payloads and self._header.status == 0)
             return
+        self.start_ahead()
+        self.ran()
+
+    def start_ahead(self) -> None:
+        """Start receives of the next step."""
         if self._ahead:
             self.transport.start(self._ahead)
-        self.ran()
 
     def _go_on(self, meanwhile: Meanwhile) -> None:
         """End one round and start the next."""

@@ -16,6 +16,7 @@ from treeattn.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Head
 from treeattn.channel import Channel
 from treeattn.collective import CollectiveExchange
 from treeattn.direct import DirectOps
+from treeattn.direct_exchange import DirectExchange
 from treeattn.executor import Exchange
 from treeattn.plan import Plan
 from treeattn.state import PartialState
@@ -177,7 +178,11 @@ class Session:
                 found = CollectiveExchange(*common)
             else:
                 device = state is not None and not isinstance(state._packed, np.ndarray)
-                found = Exchange(*common, self._direct(plan, state.ops) if state and device else None, device)
+                direct = self._direct(plan, state.ops) if state is not None and device else None
+                if direct is not None:
+                    found = DirectExchange(plan, common[1], form, channel.tally, direct)
+                else:
+                    found = Exchange(*common, None, device)
             self._exchanges[agreed.wire] = found
         return found
 

@@ -34,7 +34,7 @@ def aware(transport: ThreadTransport, verdict: Verdict = CUDA) -> Any:
     """Give a transport that copies device memory by the card's engine, as a GPU-aware MPI does, and counts sends."""
 
     class Aware(ThreadTransport):
-        sent_from_card = sent_from_host = 0  # of this rank, its branches among them
+        sent_from_card = sent_from_host = asked_for = 0  # of this rank, its branches among them
 
         def gpu_memory(self) -> Verdict:
             return verdict
@@ -49,6 +49,7 @@ def aware(transport: ThreadTransport, verdict: Verdict = CUDA) -> Any:
             return super().isend(seen, dest, tag)
 
         def irecv(self, data: Any, source: int, tag: int) -> Any:
+            Aware.asked_for += isinstance(data, DeviceBytes)
             arriving: Any = CardBytes(data) if isinstance(data, DeviceBytes) else data
             return super().irecv(arriving, source, tag)
 
@@ -102,6 +103,34 @@ def test_states_go_from_card_to_card_with_the_bits_of_the_staged_way(emulator: A
     right = staged(len(hosts), list(hosts), **options)
     assert len(set(right)) == 1
     assert run_ranks(len(hosts), body, hosts=list(hosts)) == [([right[0]] * 4, True)] * len(hosts)
+
+
+def test_what_comes_is_asked_for_a_step_ahead_once_no_kernel_reads_its_place(emulator: Any) -> None:
+    def body(transport: Any) -> tuple[list[int], int]:
+        backend = FakeCardBackend(FakeCard(emulator))
+        sender, card, looks = aware(transport), backend.runtime, []
+
+        def mark() -> Any:  # what was started is done at the third look
+            pending = iter([False, False])
+
+            def done() -> bool:
+                looks.append(0)
+                return next(pending, True)
+
+            return done
+
+        card.mark = mark
+        with TreeComm(sender) as comm:
+            mine = on_card(state_of(comm.rank), backend)
+            asked = []
+            for _ in range(4):
+                comm.allreduce(mine)
+                asked.append(sender.asked_for)
+            return asked, len(looks)
+
+    for asked, looks in run_ranks(2, body, hosts=list("ab")):
+        assert asked == [2, 3, 4, 5], "one receive a step, and one more than there were steps"
+        assert looks >= 3 * 3
 
 
 def test_cards_and_cpus_meet(emulator: Any) -> None:
