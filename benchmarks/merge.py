@@ -122,10 +122,11 @@ def trees(state: treeattn.PartialState) -> tuple[dict[str, Call], dict[str, tree
 
 def raw(comm: treeattn.TreeComm, state: treeattn.PartialState) -> dict[str, Call]:
     """Give the compiled step alone, where calls of ``comm`` are one such step."""
-    swap: Swap | None = comm._session.swap
-    if swap is None:
+    swap = comm._session.shortcut
+    if not isinstance(swap, Swap):
         return {}
-    run, slots, own, out = swap._run, swap._slots, swap._own.copy(), comm.allreduce(state)
+    run, (slots, own), out = swap._run, swap._arguments, comm.allreduce(state)
+    own = own.copy()
     own[Own._fields.index("yields")] = FOR_EVER
 
     def call() -> Any:

@@ -30,9 +30,14 @@ __all__ = [
     "RESULT",
     "WAITING",
     "Own",
+    "collect",
     "collect_at",
+    "compare",
+    "copy_words",
     "publish_at",
+    "raise_flag",
     "room",
+    "sleep",
     "sleep_at",
     "swap_at",
 ]
@@ -128,12 +133,18 @@ def _publish_state(slot: int, header: int, state: int, size: int, use: int) -> N
 
 @entry("int64(int64[::1], int64, int64, int64, int64)")
 def _collect_headers(slots: Array, header: int, use: int, spins: int, yields: int) -> int:
-    found: int = _collect(slots, header, use, spins, yields)
+    found: int = collect(slots, header, use, spins, yields)
     return found
 
 
 @entry("void(int64[::1], int64, int64)")
 def _sleep_until_published(slots: Array, use: int, limit: int) -> None:
+    sleep(slots, use, limit)
+
+
+@inline
+def sleep(slots: Array, use: int, limit: int) -> None:
+    """Sleep until the first of these that has not published does so, ``limit`` at most."""
     for slot in slots:
         flag = slot - BEFORE_STATE
         seen = load_acquire(flag)
@@ -177,10 +188,10 @@ def _swap(state: Array, out: Array, slots: Array, own: Array, dtype: Any, kind: 
     if own[_CLEARS_AT] != 0:  # all have left the use before the last, so nobody counts here any more
         pointer(common + TAKEN, np.int64)[0] = 0
         pointer(common + MERGED, np.int64)[0] = 0
-    _copy(slot - HEADER, header, HEADER)
+    copy_words(slot - HEADER, header, HEADER)
     pack_rows(slot, np.int64(state.ctypes.data), rows, width, space, dtype, kind)
-    _raise_flag(slot - BEFORE_STATE, use)
-    found = _collect(sources, header, use, spins, yields)
+    raise_flag(slot - BEFORE_STATE, use)
+    found = collect(sources, header, use, spins, yields)
     if found == EQUAL:
         target = np.int64(out.ctypes.data)
         if common == 0 or not _merge_together(
@@ -210,7 +221,7 @@ def _merge_together(
         part = next_task(common + TAKEN)
     if not _reached(common + MERGED, parts, spins, yields):
         return False
-    _copy(out, common + RESULT, rows * size)
+    copy_words(out, common + RESULT, rows * size)
     return True
 
 
@@ -230,13 +241,14 @@ def _reached(counter: int, wanted: int, spins: int, yields: int) -> bool:
 
 @inline
 def _publish(slot: int, header: int, state: int, size: int, use: int) -> None:
-    _copy(slot - HEADER, header, HEADER)
-    _copy(slot, state, size)
-    _raise_flag(slot - BEFORE_STATE, use)
+    copy_words(slot - HEADER, header, HEADER)
+    copy_words(slot, state, size)
+    raise_flag(slot - BEFORE_STATE, use)
 
 
 @inline
-def _raise_flag(flag: int, use: int) -> None:
+def raise_flag(flag: int, use: int) -> None:
+    """Say that what belongs to this use is there, and wake who sleeps until then."""
     store_release(flag, use)
     fence()
     if load_acquire(flag + ASLEEP) != 0:
@@ -245,14 +257,16 @@ def _raise_flag(flag: int, use: int) -> None:
 
 
 @inline
-def _copy(target: int, source: int, size: int) -> None:
+def copy_words(target: int, source: int, size: int) -> None:
+    """Copy a multiple of 4 bytes."""
     to, words = pointer(np.int64(target), np.uint32), pointer(np.int64(source), np.uint32)
     for word in range(size // 4):
         to[word] = words[word]
 
 
 @inline
-def _collect(slots: Array, header: int, use: int, spins: int, yields: int) -> int:
+def collect(slots: Array, header: int, use: int, spins: int, yields: int) -> int:
+    """Look until all have published, as often as is said, and compare their headers with the own one."""
     for slot in slots:
         looks = 0
         while load_acquire(slot - BEFORE_STATE) != use:
@@ -263,6 +277,12 @@ def _collect(slots: Array, header: int, use: int, spins: int, yields: int) -> in
                 _sched_yield()
                 yields -= 1
                 looks = 0
+    return compare(slots, header)
+
+
+@inline
+def compare(slots: Array, header: int) -> int:
+    """Compare the headers before these states with the own one."""
     mine = pointer(header, np.int64)
     for slot in slots:
         theirs = pointer(slot - HEADER, np.int64)

@@ -70,7 +70,7 @@ def test_a_wait_that_usually_takes_long_is_slept_through_at_first(by_clock):
     patience.wait(lambda: len(by_clock) > 20, usual=usual)
     longest = waiting.LONGEST_NAP
     assert [seconds for _, seconds in by_clock[:3]] == pytest.approx([longest, longest, 12e-3 - 2 * longest], abs=1e-3)
-    assert {seconds for _, seconds in by_clock[3:]} == {waiting.NAP}
+    assert all(seconds < max(waiting.NAP, start / 100) for start, seconds in by_clock[3:])
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))

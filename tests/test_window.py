@@ -94,7 +94,7 @@ def test_decode_takes_the_short_way_and_its_check_word_counts():
             q, k, v = (np.full((1, 2, n, 4), comm.rank + 1.0, np.float32) for n in (1, 3, 3))
             sink = np.zeros(2, np.float32)
             found = [bits_of(treeattn.decode(np.ones_like(q), k, v, comm=comm, sink=sink)) for _ in range(4)]
-            assert comm._session.swap is not None
+            assert comm._session.shortcut is not None
             with pytest.raises(InputError, match="sink: expected the same on every rank"):
                 treeattn.decode(np.ones_like(q), k, v, comm=comm, sink=sink + comm.rank)
             return found

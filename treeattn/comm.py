@@ -319,9 +319,9 @@ class TreeComm:
         InputError
             On every rank, if any rank's argument is wrong or the states differ in shape or dtype.
         """
-        swap = self._session.swap
-        if swap is not None and swap.is_allreduce:
-            merged = swap(state, out)
+        shortcut = self._session.shortcut
+        if shortcut is not None and shortcut.is_allreduce:
+            merged = shortcut(state, out)
             if merged is not None:
                 return merged
         merged = self.exchange(self._attempt("allreduce", state, None), out=out)
@@ -445,9 +445,9 @@ class TreeComm:
         PartialState or None
             None on ranks that are not the root, where there is one.
         """
-        swap = self._session.swap
-        if swap is not None and attempt.signature is swap.signature:  # signatures are kept by those who make them
-            merged = swap(attempt.state, out, attempt)
+        shortcut = self._session.shortcut
+        if shortcut is not None and attempt.signature is shortcut.signature:  # kept by those who make signatures
+            merged = shortcut(attempt.state, out, attempt)
             if merged is not None:
                 return merged
         with self._guard:

@@ -70,15 +70,26 @@ class Exchange:
         self.start_ahead()
 
     @property
+    def records(self) -> Records:
+        """Where the state is packed and unpacked, and, of a plan in one piece, what comes."""
+        return self._pieces.whole
+
+    @property
+    def on_host(self) -> bool:
+        """Whether states travel in the rounds of the plan, from and to host memory."""
+        return self.with_payloads and not isinstance(self.records, DeviceRecords)
+
+    @property
     def form(self) -> WireForm:
         """Form of the states."""
         return self._pieces.whole.form
 
     def _prepare(self) -> list[MessageRound | WindowRound]:
         steps, parts, pieces = self.plan.steps(self.transport.rank), self._pieces.parts, range(self.plan.pieces)
-        places = Counter((step.piece, place) for step in steps for each in step.receives for place in places_of(each))
-        busy = {*((piece, 0) for piece in pieces), *(place for place, times in places.items() if times > 1)}
         shared = [number for number, each in enumerate(self.plan.rounds) if each.shared]
+        filling = [step for step in steps if step.number not in shared or not step.merges]  # others merge in the window
+        places = Counter((step.piece, place) for step in filling for each in step.receives for place in places_of(each))
+        busy = {*((piece, 0) for piece in pieces), *(place for place, times in places.items() if times > 1)}
         self._uses = len(shared)
         rounds: list[MessageRound | WindowRound] = []
         for number, found in groupby(steps, key=lambda step: step.number):
@@ -133,6 +144,11 @@ class Exchange:
         while not self.over:
             self._go_on(meanwhile)
         return self._header
+
+    def resume(self, own: Header, at: int) -> None:
+        """Take over a step from a shortcut: rounds before number ``at`` of this rank's are over, and that has begun."""
+        self._header, self._bytes, self._at = own, own.pack(), at
+        self._pieces.write_header(self._bytes)
 
     def _post(self) -> None:
         if not self.over:

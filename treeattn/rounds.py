@@ -51,12 +51,19 @@ class Tally:
 
     def sent(self, dest: int, size: int) -> None:
         """Count one message."""
+        self.sent_all(self.total(((dest, size),)))
+
+    def sent_all(self, total: Sequence[int]) -> None:
+        """Count what `total` has added up."""
         sent = self._sent
-        sent[0] += 1
-        sent[1] += size
-        if self._elsewhere[dest]:
-            sent[2] += 1
-            sent[3] += size
+        for at in range(4):
+            sent[at] += total[at]
+
+    def total(self, messages: Sequence[tuple[int, int]]) -> tuple[int, int, int, int]:
+        """Add up messages (dest, size) that are often sent together."""
+        sizes = [size for _, size in messages]
+        away = [size for dest, size in messages if self._elsewhere[dest]]
+        return len(sizes), sum(sizes), len(away), sum(away)
 
     def rounds(self, number: int, between: int) -> None:
         """Count rounds, and those of them in which any message goes between hosts."""
@@ -164,7 +171,7 @@ class MessageRound:
             self._prepare_sends(step, records, tag)
             self._prepare_receives(step, records, tag, busy)
             self._mergers += [records.merger([records.payloads[at] for at in sources]) for sources in step.merges]
-        self._both = [*self._receives, *self._sends]
+        self._both, self._total = [*self._receives, *self._sends], tally.total(self._sizes)
         self._awaited: list[Any] = []
         self._usual = Usual()
 
@@ -193,8 +200,7 @@ class MessageRound:
             if self._sends:
                 self._transport.start(self._sends)
             self._awaited = self._both
-            for dest, size in self._sizes:
-                self._tally.sent(dest, size)
+            self._tally.sent_all(self._total)
         else:
             self._awaited = [*self._receives, *(self._send_header(*each) for each in self._alone)]
 

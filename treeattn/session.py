@@ -8,6 +8,7 @@ others learn of it from the headers, and all meet in an exchange of descriptions
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from treeattn.direct import DirectOps
 from treeattn.direct_exchange import DirectExchange
 from treeattn.executor import Exchange
 from treeattn.plan import Plan
+from treeattn.relay import relay
+from treeattn.shortcut import Shortcut
 from treeattn.state import PartialState
 from treeattn.swap import Swap
 from treeattn.transport import Meanwhile, nothing
@@ -55,16 +58,17 @@ class Session:
         self._channel, self._plan_for, self.window, self.agreed = channel, plan_for, window, agreed
         self._exchanges: dict[Any, Exchange] = {}
         self._exchange: Exchange | None = None
-        self.swap: Swap | None = None
-        self._made: Swap | None = None
+        self.shortcut: Shortcut | None = None
+        self._made: Shortcut | None = None
+        self._made_for: tuple[Any, ...] = ()
         self._begun = False
 
     def merge(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         """Run the agreed plan until it ends clean, agreeing anew where that is what is missing."""
-        self.swap = None
+        self.shortcut = None
         self.begin(attempt)
         merged = self.end(out)
-        self._prepare_swap(self._running, self._attempt)
+        self._prepare_shortcut()
         return merged
 
     def begin(self, attempt: Attempt) -> None:
@@ -107,31 +111,55 @@ class Session:
                 return self._result(self._running, attempt, out)
             self.begin(attempt)
 
-    def _prepare_swap(self, exchange: Exchange, attempt: Attempt) -> None:
+    def _prepare_shortcut(self) -> None:
+        """Make ready for more calls like the one that has ended."""
+        exchange, attempt = self._running, self._attempt
         signature, state = attempt.signature, attempt.state
-        if not exchange.with_payloads or not Swap.possible(exchange, state, signature):
+        if (
+            signature is None
+            or signature.root is not None
+            or state is None
+            or not isinstance(state._packed, np.ndarray)
+        ):
             return
-        assert state is not None, "only a good attempt is possible"
-        assert signature is not None, "only a good attempt is possible"
+        if self._made_for != (exchange, signature, state.ops):
+            self._made = self._shortcut(exchange, state, signature)
+            self._made_for = exchange, signature, state.ops
+        self.shortcut = self._made
 
-        def otherwise(attempt: Attempt, out: PartialState | None) -> PartialState | None:
-            self._begun = True
-            return self.merge(attempt, out)
+    def _shortcut(self, exchange: Exchange, state: PartialState, signature: Signature) -> Shortcut | None:
+        """Give the short way through an exchange, where there is one."""
+        if not exchange.on_host:
+            return None
+        common = exchange, self._channel, state, signature
+        if Swap.possible(exchange.plan):
+            return Swap(*common, self._begin_again)
+        return relay(*common, partial(self._go_on, exchange))
 
-        if self._made is None or not self._made.serves(exchange, state, signature):
-            self._made = Swap(exchange, self._channel, state, signature, otherwise)
-        self.swap = self._made
+    def _begin_again(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
+        """Go through a step from its beginning that a shortcut has counted."""
+        self._begun = True
+        return self.merge(attempt, out)
+
+    def _go_on(self, exchange: Exchange, attempt: Attempt, out: PartialState | None) -> PartialState | None:
+        """Go on with a step that a shortcut has begun."""
+        self.shortcut = None
+        self._exchange, self._attempt = exchange, attempt
+        merged = self.end(out)
+        self._prepare_shortcut()
+        return merged
 
     def consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         """Go to the descriptions at once, having told the others so by way of the agreed plan."""
-        self.swap = None
+        self.shortcut = None
         if self.agreed is not None:
             self._channel.call(self._exchange_of(self.agreed).run, self._step(CONSULT, 0, 0))
         return [each.values for each in self._negotiate(lambda: description, error)]
 
     def forget(self) -> None:
         """Let go of buffers and shared memory, when the communicator is freed."""
-        self.swap = self._made = self.window = self._exchange = None
+        self.shortcut = self._made = self.window = self._exchange = None
+        self._made_for = ()
         self._exchanges.clear()
 
     def _load(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:

@@ -25,8 +25,8 @@ NAP_AFTER = 2e-3
 SOON = 100e-6
 """The same where the last wait took as long as that, as they do between distant hosts, or where a sleep is woken."""
 
-NAP = 50e-6
-"""Seconds of a nap."""
+NAP, NAP_SHARE = 50e-6, 1 / 128
+"""Seconds of a nap, and the part of the time so far that it takes where that is more."""
 
 LONGEST_NAP = 5e-3
 """The same at most, however long a rank might rest: whoever calls the roll is not to wait for an answer."""
@@ -92,7 +92,7 @@ class Patience:
             if sleep is not None:
                 sleep()
             else:
-                nap(min(max(rest - waited, NAP), LONGEST_NAP))
+                nap(min(max(rest - waited, NAP, NAP_SHARE * waited), LONGEST_NAP))
         if sleep is None:
             self._long = waited > NAP_AFTER
         return waited

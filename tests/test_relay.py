@@ -1,0 +1,173 @@
+"""The short way of a step between hosts: the bits, counts and errors of the long way, whoever takes which."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import treeattn
+from treeattn import PartialState, TreeComm
+from treeattn.errors import InputError, RankTimeout
+from treeattn.relay import Part
+from treeattn.testing import over_the_wire, run_ranks
+
+WAYS = ["allreduce", "to a new state", "another shape", "wrong on one rank", "decode", "root", "begin and end"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    """Compile before ranks have to wait for it."""
+    run_ranks(3, lambda t: [TreeComm(t).allreduce(state_of(t.rank, 0))] * 2, hosts=list("aab"), timeout=120)
+
+
+def state_of(rank, number, heads=3):
+    rng = np.random.default_rng([rank, number])
+    q, k, v = (rng.standard_normal((1, heads, n, 4), dtype=np.float32) for n in (1, 3, 3))
+    return treeattn.partial_attention(q, k, v)
+
+
+def right(hosts, number, heads=3):
+    """Hosts in the order of their first ranks, and their ranks in order."""
+    ranks = defaultdict(list)
+    for rank, host in enumerate(hosts):
+        ranks[host].append(state_of(rank, number, heads))
+    return over_the_wire(list(ranks.values())).packed.tobytes()
+
+
+def kinds(comm):
+    return type(comm._session.shortcut).__name__.strip("_")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings", "expected"),
+    [
+        ("aabb", {}, ["Leader", "Follower", "Leader", "Follower"]),
+        ("abab", {}, ["Leader", "Leader", "Follower", "Follower"]),
+        ("aab", {}, ["Leader", "Follower", "Leader"]),
+        ("abc", {}, ["Leader"] * 3),
+        ("aaa", {}, ["Swap"] * 3),
+        ("abcd", {"plan": "binary"}, ["NoneType"] * 4),
+        ("aabb", {"deterministic": True}, ["NoneType", "Follower"] * 2),
+        ("aabb", {"plan": "split"}, ["NoneType"] * 4),
+    ],
+)
+def test_who_takes_which_way(hosts, settings, expected):
+    def body(transport):
+        with TreeComm(transport, **settings) as comm:
+            comm.allreduce(state_of(comm.rank, 0))
+            return kinds(comm)
+
+    assert run_ranks(len(hosts), body, hosts=list(hosts)) == expected
+
+
+@given(
+    st.lists(st.sampled_from(WAYS), min_size=1, max_size=8),
+    st.lists(st.sampled_from("abc"), min_size=2, max_size=6),
+    st.integers(0, 5),
+    st.sampled_from([None, 1]),
+)
+@settings(deadline=None, max_examples=60)
+def test_whatever_comes_between_steps_have_their_bits(ways, hosts, bad, seed):
+    bad %= len(hosts)
+
+    def step(comm, number, way, out):
+        if way == "wrong on one rank":
+            with pytest.raises(InputError, match="state: expected a PartialState"):
+                comm.allreduce(None if comm.rank == bad else state_of(comm.rank, number))
+        elif way == "another shape":
+            assert comm.allreduce(state_of(comm.rank, number, 2)).packed.tobytes() == right(hosts, number, 2)
+        elif way == "decode":
+            sink = np.zeros(3, np.float32) + (comm.rank == bad)
+            q, k = np.ones((1, 3, 1, 4), np.float32), np.full((1, 3, 2, 4), comm.rank, np.float32)
+            with pytest.raises(InputError, match="sink: expected the same on every rank"):
+                treeattn.decode(q, k, k, comm=comm, sink=sink)
+        elif way == "root":
+            comm.reduce(state_of(comm.rank, number))
+        elif way == "begin and end":
+            assert comm.allreduce_begin(state_of(comm.rank, number)).end().packed.tobytes() == right(hosts, number)
+        merged = comm.allreduce(state_of(comm.rank, number), out=None if way == "to a new state" else out)
+        assert merged.packed.tobytes() == right(hosts, number)
+
+    def body(transport):
+        with TreeComm(transport) as comm:
+            out = comm.allreduce(state_of(comm.rank, 99))
+            for number, way in enumerate(ways):
+                step(comm, number, way, out)
+
+    run_ranks(len(hosts), body, hosts=hosts, seed=seed)
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=7))
+@settings(deadline=None, max_examples=25)
+def test_what_is_counted_is_the_plans(hosts):
+    def body(transport):
+        with TreeComm(transport) as comm:
+            state = state_of(comm.rank, 0)
+            comm.allreduce(state)
+            before = comm.stats
+            for _ in range(3):
+                comm.allreduce(state)
+            each = comm.plan_for(state.nbytes).predict(state.nbytes).per_rank[comm.rank]
+            assert comm.stats - before == each + each + each
+            assert comm.usage.peak_bytes > 0
+
+    run_ranks(len(hosts), body, hosts=hosts)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+def test_a_rank_that_comes_late_finds_the_others(late):
+    """So late that they have left the short way, in the middle of it."""
+
+    def body(transport):
+        with TreeComm(transport) as comm:
+            for number in range(3):
+                time.sleep(0.4 * (comm.rank == late and number == 1))
+                assert comm.allreduce(state_of(comm.rank, number)).packed.tobytes() == right("aabb", number)
+            return kinds(comm)
+
+    assert run_ranks(4, body, hosts=list("aabb")) == ["Leader", "Follower", "Leader", "Follower"]
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+def test_a_rank_that_does_not_come_is_named(silent):
+    def body(transport):
+        comm = TreeComm(transport, timeout=0.3)
+        comm.allreduce(state_of(comm.rank, 0))
+        if comm.rank == silent:
+            time.sleep(1.2)
+            return None
+        with pytest.raises(RankTimeout) as caught:
+            comm.allreduce(state_of(comm.rank, 0))
+        return caught.value.ranks
+
+    found = run_ranks(4, body, hosts=list("aabb"))
+    assert [each for rank, each in enumerate(found) if rank != silent] == [(silent,)] * 3
+
+
+def test_states_of_another_kind_take_the_long_way():
+    """Between steps that take the short one: of a backend of their own, or not contiguous."""
+    ops = PartialState.identity((1, 1, 1, 1), backend="reference").ops
+
+    def body(transport):
+        with TreeComm(transport) as comm:
+            found = []
+            for turn in range(6):
+                mine = state_of(comm.rank, 0)
+                other = turn % 2 == comm.rank % 2
+                found.append(comm.allreduce(PartialState(mine.packed.copy(), ops) if other else mine).packed.tobytes())
+            return found
+
+    assert run_ranks(3, body, hosts=list("aab")) == [[right("aab", 0)] * 6] * 3
+
+
+def test_a_plan_in_pieces_or_with_more_rounds_is_no_part():
+    def body(transport):
+        with TreeComm(transport, plan="split") as comm:
+            return [Part.of(comm.plan_for(1000), rank) for rank in range(4)]
+
+    assert run_ranks(4, body, hosts=list("aabb"))[0] == [None] * 4
