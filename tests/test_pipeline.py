@@ -152,16 +152,53 @@ def test_a_wrong_number_of_groups_on_one_rank_is_raised_on_all(pipeline, others)
     assert all(each == first for each in rest)
 
 
-def test_a_wrong_number_of_groups_is_raised_at_once_where_the_others_may_be_in_lanes():
-    def body(transport):
-        comm = TreeComm(transport)
-        treeattn.decode(*arrays(comm.rank), comm=comm, pipeline=2)
-        if comm.rank == 1:
-            with pytest.raises(InputError, match=r"^pipeline: expected a number of groups from 1 to 8, got 0"):
-                treeattn.decode(*arrays(comm.rank), comm=comm, pipeline=0)
-        comm.free()
+OTHERS = {
+    "allreduce": lambda comm: comm.allreduce(treeattn.PartialState.identity((1, 2, 1, 4))),
+    "reduce": lambda comm: comm.reduce(treeattn.PartialState.identity((1, 2, 1, 4))),
+    "consult": lambda comm: comm.consult("test", (), {}),
+    "bcast": lambda comm: comm.bcast(1.0),
+    "a wrong shape": lambda comm: treeattn.decode(*arrays(0)[:2], None, comm=comm, pipeline=2),
+    "a sink of its own": lambda comm: treeattn.decode(
+        *arrays(0), comm=comm, pipeline=4, sink=np.full(KV_HEADS * GROUP, comm.rank, np.float32)
+    ),
+}
 
-    run_ranks(3, body)
+
+def call(comm, what):
+    if what in OTHERS:
+        return OTHERS[what](comm)
+    return treeattn.decode(*arrays(comm.rank), comm=comm, pipeline=what)
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 5, 0, 6, 9, *OTHERS]), min_size=2, max_size=2, unique_by=str),
+    st.lists(st.booleans(), min_size=2, max_size=5).filter(lambda firsts: len(set(firsts)) > 1),
+    st.sampled_from(["aaaaa", "aabbc", "abcde"]),
+    st.lists(st.sampled_from([1, 2, 4, 5]), max_size=3),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_ranks_that_do_different_things_all_hear_of_it_at_once(different, firsts, hosts, before, flying):
+    """Whatever lanes were opened before, and whatever is in flight; what follows is as if nothing had been."""
+    one = np.full((1, 2, 1, 6), 1.5, np.float32)
+
+    def body(transport):
+        with TreeComm(transport) as comm:
+            right = bits(treeattn.decode(*arrays(comm.rank), comm=comm))
+            assert all(bits(call(comm, groups)) == right for groups in before)
+            begun = comm.allreduce_begin(treeattn.PartialState(one, treeattn.PartialState.identity(one.shape).ops))
+            found = None if flying else bits(begun.end().packed)
+            with pytest.raises((InputError, CommError)) as caught:
+                call(comm, different[0] if firsts[comm.rank] else different[1])
+            text = str(caught.value)
+            assert all(bits(call(comm, groups)) == right for groups in (2, 1, 5))
+            return text.split(" (rank")[0], found or bits(begun.end().packed)
+
+    found = run_ranks(len(firsts), body, hosts=hosts[: len(firsts)])
+    assert all(each[1] == found[0][1] for each in found)
+    if all(isinstance(each, int) and 1 <= each <= KV_HEADS for each in different):
+        assert {text for text, _ in found} == {found[0][0]}
+        assert found[0][0].startswith("pipeline: expected the same on every rank, got ")
 
 
 def test_more_groups_than_heads_are_refused():

@@ -208,6 +208,7 @@ EXCEPTIONS = {
     "treeattn.cards": {"treeattn.backends.registry"},
     # What merges states, and shares memory fast and safely, is compiled; it knows of rows, and nothing of attention.
     "treeattn.window": {"treeattn.kernels.window"},
+    "treeattn.relay": {"treeattn.kernels.relay"},
     "treeattn.wire_form": {"treeattn.kernels.wire_rows"},
 }
 

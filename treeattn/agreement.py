@@ -148,6 +148,8 @@ class Description:
     values: dict[str, Any] = field(default_factory=dict)
     error_kind: str | None = None
     error_text: str | None = None
+    lanes: int = 0
+    """Lanes that the rank has entered in this call; see `treeattn.groups`."""
 
     def encode(self) -> bytes:
         """Give the bytes that travel; NumPy's numbers travel as Python's."""

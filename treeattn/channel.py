@@ -99,7 +99,7 @@ class Channel:
         if not missing:
             return RankTimeout(
                 f"no rank is silent, but others gave up after {timeout:g} s {where}: one came too late, or ranks do "
-                "not begin and end their all-reduces in the same order, or in as many groups (pipeline=)"
+                "not begin and end their all-reduces in the same order"
             )
         late = ", ".join(f"rank {rank} on host {self.hosts[rank]}" for rank in missing)
         text = f"nothing came from {late} for {timeout:g} s {where}; last heard in step {last}"

@@ -20,6 +20,7 @@ from treeattn.channel import Channel
 from treeattn.collective import check_collective
 from treeattn.errors import InputError
 from treeattn.gpu_mpi import Verdict, agreed
+from treeattn.groups import Beside, Groups
 from treeattn.joining import Settings, map_hosts, notes_on, open_transport, under_launcher
 from treeattn.lanes import Lanes, Reduction
 from treeattn.peer_memory import open_peers
@@ -127,6 +128,7 @@ class TreeComm:
         self.rank, self.size = self._channel.rank, self._channel.size
         self._session = Session(self._channel, self._measured_plan)
         self._lanes = Lanes(self._channel, self._open_lane)
+        self._groups = Groups(self._channel, self._lanes, self._session)
         self._guard = self._channel.guard
         self._signatures: dict[Any, Signature] = {}
         try:
@@ -355,7 +357,12 @@ class TreeComm:
         >>> [each.end().shape for each in begun]
         [(1, 2, 1, 4), (1, 3, 1, 4)]
         """
-        return self.begin(self._attempt("allreduce_begin", state, None), out=out)
+        attempt = self._attempt("allreduce_begin", state, None)
+        attempt = attempt if out is None else _with_out(attempt, out)
+        if self.size > 1:
+            return self._lanes.begin(attempt, out)
+        merged = self.exchange(attempt, out=_copied(attempt) if out is None else out)
+        return Reduction(lambda: merged)
 
     def reduce(self, state: PartialState, root: int = 0) -> PartialState | None:
         """Merge the states of all ranks; ``root`` gets the result, with the bits of `allreduce`, others None.
@@ -458,31 +465,25 @@ class TreeComm:
                 raise attempt.error or InputError.of("attempt", expected="a state or an error", got="neither")
             return attempt.state if out is None else _copy(attempt.state, out)
 
-    def begin(self, attempt: Attempt, *, out: PartialState | None = None) -> Reduction:
-        """Begin what `exchange` does at once; what a pipelined `decode` is made of.
+    def in_groups(self, groups: int, attempt: Callable[[int, Beside], Attempt]) -> list[PartialState | None]:
+        """Merge groups of one call, the state of one under way while the next one's is computed.
 
         Parameters
         ----------
-        attempt : Attempt
-            As in `exchange`; its state may be overwritten once this returns.
-        out : PartialState, optional
-            A state to overwrite at the end.
+        groups : int
+        attempt : callable
+            As in `treeattn.groups.Groups.run`.
 
         Returns
         -------
-        Reduction
-            Its ``end_at_root()`` gives what `exchange` would.
+        list of PartialState or None
+            By group, what `exchange` would give; states are merged in place.
         """
-        attempt = attempt if out is None else _with_out(attempt, out)
-        if self.size > 1:
-            return self._lanes.begin(attempt, out)
-        merged = self.exchange(attempt, out=_copied(attempt) if out is None else out)
-        return Reduction(lambda: merged)
-
-    @property
-    def has_lanes(self) -> bool:
-        """Whether anything was begun here that ends later, as by a pipelined `decode`."""
-        return self._lanes.opened
+        if self.size == 1:
+            tried = (attempt(index, lambda work: work()) for index in range(groups))
+            return [self.exchange(each, out=each.state) for each in tried]
+        with self._guard:
+            return self._groups.run(groups, attempt)
 
     def beside(self, work: Callable[[], T]) -> T:
         """Do ``work`` while what was begun moves on, as messages of MPI only do inside of calls.

@@ -16,9 +16,10 @@ from treeattn.arrays import to_array
 from treeattn.comm import TreeComm, as_tree_comm
 from treeattn.devices import fetch, on_device
 from treeattn.errors import InputError
+from treeattn.groups import Beside
 from treeattn.inputs import Options, Spec, resolve
 from treeattn.local import compute_state, deliver
-from treeattn.pipeline import Part, check_pipeline, compute_part, exchange_in_groups, parts_of, together
+from treeattn.pipeline import Part, check_pipeline, compute_part, parts_of, together
 from treeattn.state import PartialState, sink_logits
 
 __all__ = ["Arguments", "Decoding", "agreed_fields", "check_positions", "check_root", "decode", "fingerprints"]
@@ -150,8 +151,7 @@ class Decoding:
         try:
             groups = check_pipeline(self.pipeline)
         except InputError as error:
-            if not self.comm.has_lanes:  # else the others may be in lanes, where they would not hear of it
-                self.comm.exchange(Attempt(None, None, error))
+            self.comm.exchange(Attempt(None, None, error))
             raise
         if groups > 1:
             return self._in_groups(arguments, groups)
@@ -172,7 +172,7 @@ class Decoding:
         check_root(self.root, self.comm.size)
         spec, state = compute_state(q, k, v, options, self.backend)
         sink = self._checked(spec, options)
-        attempt = self._attempt_of(spec, state, self._shared(q, sink))
+        attempt = self._attempt_of(_signature(spec, self.root), state, self._shared(q, sink))
         return attempt, partial(deliver, spec=spec, sink=sink, return_lse=self.return_lse)
 
     def _checked(self, spec: Spec, options: Options) -> Any:
@@ -185,9 +185,10 @@ class Decoding:
     def _shared(self, q: Any, sink: Any) -> tuple[tuple[str, Any], ...]:
         return (*self.shared, *fingerprints(q, sink))
 
-    def _attempt_of(self, spec: Spec, state: PartialState, shared: tuple[tuple[str, Any], ...]) -> Attempt:
+    @staticmethod
+    def _attempt_of(signature: Signature, state: PartialState, shared: tuple[tuple[str, Any], ...]) -> Attempt:
         check, details = (_digest(repr(shared).encode()), lambda: dict(shared)) if shared else (0, None)
-        return Attempt(_signature(spec, self.root), state, None, check, details)
+        return Attempt(signature, state, None, check, details)
 
     def _in_groups(self, arguments: Callable[[], Arguments], groups: int) -> Any:
         """Run it in groups of KV heads, whose merged states are put together before they are finished."""
@@ -196,7 +197,7 @@ class Decoding:
             whole = self._whole(*arguments(), groups)
         except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised here
             whole = error
-        merged = exchange_in_groups(self.comm, groups, partial(self._group, whole))
+        merged = self.comm.in_groups(groups, partial(self._group, whole))
         assert not isinstance(whole, Exception), "the first exchange has raised it"
         if None in merged:
             return (None, None) if self.return_lse else None
@@ -208,12 +209,13 @@ class Decoding:
         sink = self._checked(spec, options)
         return _Whole(spec, parts_of(spec, args, groups), sink, self._shared(q, sink))
 
-    def _group(self, whole: _Whole | Exception, index: int) -> Attempt:
+    def _group(self, whole: _Whole | Exception, index: int, beside: Beside) -> Attempt:
         if isinstance(whole, Exception):
             return Attempt(None, None, whole)
         part = whole.parts[index]
         try:
-            return self._attempt_of(part.spec, compute_part(self.comm, part, self.backend), whole.shared)
+            signature = _signature(whole.spec, self.root, len(whole.parts), part.spec.packed_shape)
+            return self._attempt_of(signature, compute_part(part, self.backend, beside), whole.shared)
         except Exception as error:  # as above
             return Attempt(None, None, error)
 
@@ -229,8 +231,12 @@ class _Whole:
 
 
 @lru_cache(maxsize=256)
-def _signature(spec: Spec, root: int | None) -> Signature:
-    return Signature("decode", root, agreed_fields(spec), spec.packed_shape, spec.state_dtype)
+def _signature(
+    spec: Spec, root: int | None, groups: int = 1, shape: tuple[int, int, int, int] | None = None
+) -> Signature:
+    """Give what ranks have to agree on in a call, or in one of its groups, of another shape than the whole."""
+    fields = *agreed_fields(spec), ("pipeline", groups)
+    return Signature("decode", root, fields, shape or spec.packed_shape, spec.state_dtype)
 
 
 def agreed_fields(spec: Spec) -> tuple[tuple[str, Any], ...]:

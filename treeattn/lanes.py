@@ -6,7 +6,8 @@ one lane sends never meets what another awaits. Ranks take lanes alike, since th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -46,16 +47,12 @@ class Reduction:
         CommError
             It was ended before.
         """
-        merged = self.end_at_root()
-        assert merged is not None, "without a root, every rank has the result"
-        return merged
-
-    def end_at_root(self) -> PartialState | None:
-        """Like `end`; None on ranks that are not the root, where there is one."""
         finish, self._finish = self._finish, None
         if finish is None:
             raise CommError("this all-reduce was ended before")
-        return finish()
+        merged = finish()
+        assert merged is not None, "without a root, every rank has the result"
+        return merged
 
 
 class Lanes:
@@ -73,42 +70,64 @@ class Lanes:
         self._lanes: list[Session] = []
         self._flying: list[Session] = []
 
-    @property
-    def opened(self) -> bool:
-        """Whether there is any lane."""
-        return bool(self._lanes)
-
     def begin(self, attempt: Attempt, out: PartialState | None) -> Reduction:
         """Start an attempt, and move on what is in flight."""
         with self._channel.guard:
-            if len(self._flying) == IN_FLIGHT:
+            if not self.room(1):
                 raise CommError(f"{IN_FLIGHT} all-reduces of this communicator are in flight: end one before the next")
-            lane = self._free_lane()
-            self._flying.append(lane)
+            lane = self.take()
             try:
                 lane.begin(attempt)
-                self._channel.call(self._advance)
+                self._channel.call(self.advance)
             except BaseException:
-                self._flying.remove(lane)
+                self.leave(lane)
                 raise
         return Reduction(partial(self._end, lane, out))
 
-    def _free_lane(self) -> Session:
-        """Take the free lane that was opened first, in whatever order this rank has ended what it began."""
-        free = [lane for lane in self._lanes if lane not in self._flying]
+    def room(self, lanes: int) -> bool:
+        """Whether so many more may be in flight."""
+        return len([lane for lane in self._lanes if lane in self._flying]) + lanes <= IN_FLIGHT
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next lane is there, and what is begun in it needs nothing but messages."""
+        free = self._free()
+        return bool(free) and free[0].ready
+
+    def _free(self) -> list[Session]:
+        """Give the free lanes, as they were opened, in whatever order this rank has ended what it began."""
+        return [lane for lane in self._lanes if lane not in self._flying]
+
+    def take(self) -> Session:
+        """Take the next lane, and open it where there is none; collective then."""
+        free = self._free()
         if not free:
             free = [self._open()]
             self._lanes += free
+        self._flying.append(free[0])
         return free[0]
+
+    def leave(self, lane: Session) -> None:
+        """Give a lane back."""
+        self._flying.remove(lane)
+
+    @contextmanager
+    def flying(self, session: Session) -> Iterator[None]:
+        """Let a session that is no lane move on with the lanes meanwhile."""
+        self._flying.append(session)
+        try:
+            yield
+        finally:
+            self._flying.remove(session)
 
     def _end(self, lane: Session, out: PartialState | None) -> PartialState | None:
         with self._channel.guard:
             try:
-                return lane.end(out, partial(self._advance, lane))
+                return lane.end(out, partial(self.advance, lane))
             finally:
-                self._flying.remove(lane)
+                self.leave(lane)
 
-    def _advance(self, ending: Session | None = None) -> None:
+    def advance(self, ending: Session | None = None) -> None:
         """Move on what is in flight, except for the lane that does so itself."""
         for lane in self._flying:
             if lane is not ending:
@@ -116,14 +135,19 @@ class Lanes:
 
     def beside(self, work: Callable[[], T]) -> T:
         """Do ``work``, which must not use the communicator, and let what is in flight move on in the meantime."""
-        transport = self._channel.transport
-        if not self._flying or not transport.needs_progress:
+        if not self._flying or not self._channel.transport.needs_progress:
             return work()
         with self._channel.guard:
-            return beside(lambda: self._channel.call(self._all_over), work)
+            return self.move_beside(work)
+
+    def move_beside(self, work: Callable[[], T]) -> T:
+        """Do the same in the middle of an operation."""
+        if not self._channel.transport.needs_progress:
+            return work()
+        return beside(lambda: self._channel.call(self._all_over), work)
 
     def _all_over(self) -> bool:
-        self._advance()
+        self.advance()
         return all(lane.over for lane in self._flying)
 
     def complete(self) -> None:

@@ -5,22 +5,20 @@ It pays where computing and travelling take about as long: states of many querie
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from treeattn.agreement import Attempt
-from treeattn.comm import TreeComm
 from treeattn.errors import InputError
+from treeattn.groups import Beside
 from treeattn.inputs import Args, Spec
-from treeattn.lanes import IN_FLIGHT, Reduction
+from treeattn.lanes import IN_FLIGHT
 from treeattn.local import backend_of, run_backend
 from treeattn.state import PartialState
 
-__all__ = ["Part", "check_pipeline", "compute_part", "exchange_in_groups", "parts_of", "together"]
+__all__ = ["Part", "check_pipeline", "compute_part", "parts_of", "together"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,45 +69,15 @@ def _part(spec: Spec, args: Args, first: int, last: int) -> Part:
     return Part(part, found, queries.start, queries.stop)
 
 
-def compute_part(comm: TreeComm, part: Part, backend: Any) -> PartialState:
+def compute_part(part: Part, backend: Any, beside: Beside) -> PartialState:
     """Compute a group's state while those of the groups before it travel."""
 
     def compute() -> PartialState:
         return run_backend(part.spec, part.args, backend)
 
     # A backend that queues its work leaves this thread free, and counts on it.
-    return compute() if backend_of(part.spec, backend).queues else comm.beside(compute)
-
-
-def exchange_in_groups(comm: TreeComm, groups: int, attempt: Callable[[int], Attempt]) -> list[PartialState | None]:
-    """Compute and merge one group after the other, each exchange begun before the next group is computed; collective.
-
-    Parameters
-    ----------
-    comm : TreeComm
-    groups : int
-        How many exchanges there are, on every rank.
-    attempt : callable
-        Computes a group's state, given its number, or says what went wrong.
-
-    Returns
-    -------
-    list of PartialState or None
-        Merged states by group; None on ranks that are not the root, where there is one.
-
-    Raises
-    ------
-    Exception
-        On every rank, what went wrong on any; nothing is in flight then.
-    """
-    begun: list[Reduction] = []
-    try:
-        for index in range(groups):
-            tried = attempt(index)
-            begun.append(comm.begin(tried, out=tried.state))
-    finally:
-        ended = _end(begun)
-    return ended
+    state: PartialState = compute() if backend_of(part.spec, backend).queues else beside(compute)
+    return state
 
 
 def together(spec: Spec, parts: list[Part], merged: list[PartialState | None]) -> PartialState:
@@ -120,17 +88,3 @@ def together(spec: Spec, parts: list[Part], merged: list[PartialState | None]) -
     for part, state in zip(parts, states, strict=True):
         packed[:, part.first : part.last] = state._packed
     return PartialState(packed, ops)
-
-
-def _end(begun: list[Reduction]) -> list[PartialState | None]:
-    """End all, whatever becomes of each, and raise the first error."""
-    ended: list[PartialState | None] = []
-    errors: list[Exception] = []
-    for each in begun:
-        try:
-            ended.append(each.end_at_root())
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return ended

@@ -8,8 +8,9 @@ others learn of it from the headers, and all meet in an exchange of descriptions
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from treeattn.swap import Swap
 from treeattn.transport import Meanwhile, nothing
 from treeattn.window import Window
 from treeattn.wire_form import WireForm
+
+if TYPE_CHECKING:
+    from treeattn.groups import Groups
 
 __all__ = ["Session"]
 
@@ -62,10 +66,10 @@ class Session:
         self._made: Shortcut | None = None
         self._made_for: tuple[Any, ...] = ()
         self._begun = False
+        self.groups: Groups | None = None
 
     def merge(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         """Run the agreed plan until it ends clean, agreeing anew where that is what is missing."""
-        self.shortcut = None
         self.begin(attempt)
         merged = self.end(out)
         self._prepare_shortcut()
@@ -73,6 +77,7 @@ class Session:
 
     def begin(self, attempt: Attempt) -> None:
         """Start to run the agreed plan, with this rank's payload or with what keeps it from sending one."""
+        self.shortcut = None
         if self.agreed is None:
             self._describe(attempt)
             self.agreed = attempt.signature
@@ -83,6 +88,11 @@ class Session:
     def advance(self) -> None:
         """Go on with what was begun, without waiting."""
         self._running.advance()
+
+    @property
+    def ready(self) -> bool:
+        """Whether to begin needs nothing but messages, neither an agreement nor new buffers."""
+        return self.agreed is not None and self.agreed.wire in self._exchanges
 
     @property
     def _running(self) -> Exchange:
@@ -143,7 +153,6 @@ class Session:
 
     def _go_on(self, exchange: Exchange, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         """Go on with a step that a shortcut has begun."""
-        self.shortcut = None
         self._exchange, self._attempt = exchange, attempt
         merged = self.end(out)
         self._prepare_shortcut()
@@ -227,11 +236,14 @@ class Session:
 
     def _negotiate(self, describe: Callable[[], Description], own: Exception | None) -> list[Description]:
         """Exchange descriptions and draw the same conclusion on every rank."""
+        lanes = 0 if self.groups is None else self.groups.unagreed
         try:
-            data = describe().encode()
+            data = replace(describe(), lanes=lanes).encode()
         except Exception as error:  # a description that can't be made is an error like any other
             own = own or error
-            data = Description.of_error(own).encode()
+            data = replace(Description.of_error(own), lanes=lanes).encode()
         descriptions = [Description.decode(each) for each in self._channel.gather(data)]
+        if self.groups is not None:
+            self.groups.settle(max(each.lanes for each in descriptions))
         conclude(descriptions, self._channel.hosts, self._channel.rank, own)
         return descriptions
