@@ -119,7 +119,7 @@ def _stored_fields(spec: Spec) -> dict[str, float]:
     k, v = stored(spec)
     pairs = multiplies_pairs(spec)
     return {
-        "scale": spec.scale * k.unit,
+        "scale": spec.scale * (1.0 if pairs else k.unit),
         "q_row": k.row_bytes,
         "sums_row": v.row_bytes,
         "k_paired": k.paired and not pairs,

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from llvmlite import ir
 from numba import types as _types
 from numba.extending import intrinsic
 
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
 from treeattn.kernels.loads import Loads, padded, stored_bytes
+from treeattn.kernels.lookup import LOOKED_UP, STEP, as_pairs
 from treeattn.kernels.pairs import PAIRS, add_pairs
 from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
 
@@ -68,6 +70,19 @@ class _PairProducts(_Products):
     def add(self, key: Any, query: Any, total: Any) -> Any:
         """Give the sum of pairs of products, and ``total``."""
         return add_pairs(self.vectors, key, query, self.vectors.zero if total is None else total)
+
+
+class _LookedUpProducts(_PairProducts):
+    """The same for float8 keys, each of which is a bfloat16 that is looked up."""
+
+    def __init__(self, vectors: Vectors, storage: str) -> None:
+        super().__init__(vectors, storage)
+        self._storage, self.per_step, self.loads.step = storage, 2, STEP
+
+    def key(self, address: Any, count: Any) -> list[Any]:
+        """Look a step of a key up."""
+        raw = self.loads.raw(address, count, ir.VectorType(ir.IntType(8), STEP))
+        return as_pairs(self.vectors, self._storage, raw, self.query)
 
 
 class _Tile:
@@ -159,7 +174,9 @@ def _dots(
     With ``ahead`` as 1, keys that come later are fetched: they must lie one behind the other.
     """
     name, fixed, together = STORAGES[abs(storage.literal_value) - 1], common.literal_value, rows.literal_value
-    kind = _PairProducts if storage.literal_value < 0 else _Products
+    kind: type[_Products] = _Products
+    if storage.literal_value < 0:
+        kind = _LookedUpProducts if name in LOOKED_UP else _PairProducts
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         q, q_t, k, k_t, keys, width, scores = args[4:]

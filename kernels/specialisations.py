@@ -17,6 +17,7 @@ from treeattn.inputs import Spec
 from treeattn.kernels import many_softmax, softmax, visibility, widen
 from treeattn.kernels.call import STORAGES
 from treeattn.kernels.loads import PAIRED, UNITS, can_widen, padded, stored_bytes
+from treeattn.kernels.lookup import LOOKED_UP, STEP
 from treeattn.kernels.many_scores import KEYS, KINDS, many_scores_of
 from treeattn.kernels.many_values import fits_panels, many_values_of
 from treeattn.kernels.scores import scores_of
@@ -131,14 +132,18 @@ def multiplies_pairs(spec: Spec) -> bool:
     """Whether scores are sums of pairs of bfloat16 products, which is exact only for queries of that type too."""
     k, _ = stored(spec)
     fits = k.dtype == "float32" and k.in_registers and k.width % 2 == 0
-    return spec.q_dtype == "bfloat16" and fits and knows_pairs(k.storage)
+    return spec.q_dtype == "bfloat16" and fits and knows_pairs(k.storage, k.width, k.many)
 
 
-def knows_pairs(storage: str) -> bool:
-    """Whether this processor multiplies pairs of bfloat16, and may, and can read the type as such."""
+def knows_pairs(storage: str, width: int, many: bool) -> bool:
+    """Whether this processor multiplies pairs of bfloat16, and may, and can read the type as such.
+
+    float8 keys are looked up, whole vectors of them, but not for many rows.
+    """
     wanted = os.environ.get(PORTABLE_VARIABLE, "0") != "1"
     known = LANES == 16 and has_feature("avx512bf16") and binding.llvm_version_info >= (16,)
-    return wanted and known and storage == "bfloat16"
+    looks_up = storage in LOOKED_UP and has_feature("avx512vbmi") and width % STEP == 0 and not many
+    return wanted and known and (storage == "bfloat16" or looks_up)
 
 
 def parts_of(spec: Spec) -> dict[str, Part]:
@@ -192,7 +197,7 @@ def specialisations() -> Iterator[tuple[str, Part]]:
     for dtype in ("float32", "float64"):
         yield f"scores of {dtype}, any width", scores_of(dtype, 0, pairs=False)
         yield f"values of {dtype}, any width", values_of_any_width(dtype)
-    for kind in KINDS[: 3 if knows_pairs("bfloat16") else 2]:
+    for kind in KINDS[: 3 if knows_pairs("bfloat16", 2, True) else 2]:
         yield f"scores of {kind} for many rows", many_scores_of(kind)
     for storage in filter(can_widen, STORAGES):
         yield f"values of {storage} for many rows", many_values_of(storage)
@@ -201,5 +206,5 @@ def specialisations() -> Iterator[tuple[str, Part]]:
         if can_widen(storage):
             yield f"scores of {storage}, width {width}", scores_of(storage, width, pairs=False)
             yield f"values of {storage}, width {width}", values_of(storage, width)
-            if knows_pairs(storage):
+            if knows_pairs(storage, width, False):
                 yield f"scores of {storage} for bfloat16 queries, width {width}", scores_of(storage, width, pairs=True)

@@ -199,9 +199,14 @@ def _gather_scales(call: Call, task: Task, dtype: Any) -> None:
 
 @inline
 def _gather(source: int, step: int, block: int, task: Task, target: int, dtype: Any) -> None:
-    into = pointer(target, dtype)
-    for i in range(task.keys):
-        into[i] = pointer(source + (task.start + i) // block * step, dtype)[0]
+    into, at, first = pointer(target, dtype), task.start // block, 0
+    while first < task.keys:
+        scale = pointer(source + at * step, dtype)[0]
+        at += 1
+        stop = min(task.keys, at * block - task.start)
+        for i in range(first, stop):
+            into[i] = scale
+        first = stop
 
 
 @inline

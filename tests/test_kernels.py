@@ -459,3 +459,27 @@ def test_every_stored_number_is_read_as_what_it_is(dtype, width):
     out = treeattn.partial_attention(q, q, values).o
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(out, values.astype(out.dtype))
+
+
+@pytest.mark.parametrize("dtype", STORED[-2:], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("group", [1, 7])
+def test_every_float8_key_is_multiplied_as_what_it_is(dtype, group):
+    """All bit patterns, each in another place of a key that is 0 elsewhere; for queries of bfloat16."""
+    heads, width = np.arange(256), 64
+    k = np.zeros((1, heads.size, 1, width), dtype)
+    k[0, heads, 0, 37 * heads % width] = heads.astype(np.uint8).view(dtype)
+    q = np.zeros((1, heads.size, group, 1, width), ml_dtypes.bfloat16)
+    q[0, heads, :, 0, 37 * heads % width] = np.arange(1, group + 1)
+    state = treeattn.partial_attention(q.reshape(1, -1, 1, width), k, k, scale=1.0)
+    with np.errstate(invalid="ignore"):
+        right = heads.astype(np.uint8).view(dtype).astype(np.float32)[:, None] * np.arange(1, group + 1)
+        np.testing.assert_array_equal(state.m.reshape(-1, group), np.where(np.isnan(right), -np.inf, right))
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 100, 1200])
+def test_scales_of_blocks_reach_their_own_keys(blocks):
+    q, k, v = standard(tokens=1200, width=64)
+    rng = np.random.default_rng(1)
+    k, v = (numbers(rng, k.shape, np.int8) for _ in range(2))
+    options = {name: rng.uniform(0.01, 0.02, (1, 2, blocks, 1)).astype(np.float32) for name in ("k_scale", "v_scale")}
+    assert_attention(treeattn.attention(q, k, v, **options, return_lse=True), q, k, v, **options)
