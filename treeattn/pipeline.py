@@ -1,6 +1,7 @@
 """Decoding in groups of heads: one group's states travel while the next group's are computed.
 
-It pays where computing and travelling take about as long: states of many queries, or a slow wire.
+It pays where computing and travelling take about as long, and where travelling takes long because of the bytes: states
+of many queries on a wire of some rate. The last group's latency comes after all computing, in groups or not.
 """
 
 from __future__ import annotations

@@ -94,6 +94,8 @@ def relay(
 
 
 class _Relay(Shortcut):
+    """What leaders and those who follow them have in common."""
+
     def __init__(
         self,
         exchange: Exchange,
