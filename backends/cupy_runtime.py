@@ -60,6 +60,7 @@ class CupyRuntime:
         properties = self._cupy.cuda.runtime.getDeviceProperties(device.id)
         hip = self._cupy.cuda.runtime.is_hip
         self.target = target_of(_text(properties["gcnArchName"]) if hip else f"sm_{device.compute_capability}")
+        self.number = int(device.id)
         self.multiprocessors = int(properties["multiProcessorCount"])
         self.bus_id = str(self._cupy.cuda.runtime.deviceGetPCIBusId(device.id))
         self._modules: dict[Any, Any] = {}

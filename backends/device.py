@@ -15,7 +15,7 @@ from treeattn.backends.base import Backend, Capabilities, Prepared
 from treeattn.backends.host import StagedOps
 from treeattn.backends.runtime import Kernel, Runtime
 from treeattn.devices import DeviceBytes, broadcast, on_device
-from treeattn.errors import BackendError
+from treeattn.errors import BackendError, InputError
 from treeattn.inputs import Args, Spec
 from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.call import address, is_wide, pack_call, pack_finish, pack_merge
@@ -333,12 +333,20 @@ class DeviceBackend(Backend):
         return part, arrived
 
     def _uploaded(self, args: Args) -> Args:
-        """Bring to the card what is not there. Arrays that are there are never looked into."""
-        moved = {}
+        """Bring to the card what is not there. Arrays that are there are never looked into.
+
+        Those of another card are refused: a kernel that follows their addresses ends the process's use of this one.
+        """
+        moved, here = {}, self.runtime.number
         for name in ON_DEVICE:
             array = getattr(args, name)
-            if array is not None and not on_device(array):
+            if array is None:
+                continue
+            if not on_device(array):
                 moved[name] = self._upload(array)
+            elif (there := getattr(array.data, "device_id", here)) != here:
+                expected = f"an array on card {here}, which this process computes on"
+                raise InputError.of(name, expected=expected, got=f"one on card {there}")
         return replace(args, **moved) if moved else args
 
     def _upload(self, array: Any) -> Any:

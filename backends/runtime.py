@@ -31,6 +31,8 @@ class Runtime(Protocol):
 
     target: Target
     multiprocessors: int
+    number: int
+    """Of the card in this process, as the ``data.device_id`` of its arrays has it."""
     bus_id: str
 
     @property

@@ -44,18 +44,18 @@ def _nothing() -> bool:
 class Pointer:
     """Where a `FaultingArray` begins, under CuPy's name for it."""
 
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+    def __init__(self, ptr: int, device_id: int) -> None:
+        self.ptr, self.device_id = ptr, device_id
 
     def __add__(self, size: int) -> Pointer:
-        return Pointer(self.ptr + size)
+        return Pointer(self.ptr + size, self.device_id)
 
 
 class FaultingArray:
     """A device array: an address, a shape and a dtype. It keeps its card alive."""
 
     def __init__(self, card: FakeCard, at: int, shape: tuple[int, ...], dtype: Any, strides: Any = None) -> None:
-        self.card, self.data = card, Pointer(at)
+        self.card, self.data = card, Pointer(at, card.number)
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         self.strides = tuple(strides or np.empty(shape, dtype).strides)
 
@@ -119,7 +119,8 @@ class FakeKernel:
 class FakeCard:
     """A `treeattn.backends.runtime.Runtime` of two multiprocessors."""
 
-    def __init__(self, emulator: Emulator, arch: str = "sm_90") -> None:
+    def __init__(self, emulator: Emulator, arch: str = "sm_90", number: int = 0) -> None:
+        self.number = number
         self.emulator, self.target, self.multiprocessors = emulator, target_of(arch), 2
         self._memory = mmap.mmap(-1, ARENA)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))

@@ -213,6 +213,21 @@ def test_arrays_in_different_places_are_refused(backend: Any, card: FakeCard) ->
         treeattn.attention(*on_card(card, q, k, v), causal=True, kv_len=card.upload(np.array([3])), backend=backend)
 
 
+def test_arrays_of_another_card_are_refused_before_a_kernel_follows_them(
+    backend: Any, card: FakeCard, emulator: Any
+) -> None:
+    q, k, v = inputs()
+    other, launches = FakeCard(emulator, number=3), card.launches
+    with pytest.raises(InputError, match=r"^k: expected an array on card 0, which this process .*, got one on card 3"):
+        treeattn.attention(card.upload(q), other.upload(k), card.upload(v), backend=backend)
+    with pytest.raises(InputError, match=r"^q: expected an array on card 0"):
+        treeattn.attention(*on_card(other, q, k, v), backend=backend)
+    lengths = other.upload(np.array([60]))
+    with pytest.raises(InputError, match=r"^kv_len: expected an array on card 0"):
+        treeattn.attention(*on_card(card, q, k, v), kv_len=lengths, backend=backend)
+    assert card.launches <= launches + 1, "no more than the trial of the first use"
+
+
 def test_the_cpu_refuses_arrays_of_a_card(card: FakeCard) -> None:
     with pytest.raises(BackendError, match="q, k and v are on a GPU"):
         treeattn.attention(*on_card(card, *inputs()), backend="cpu")
