@@ -3,7 +3,8 @@
     python benchmarks/kernel.py --rows dtypes --json a.json    (and so on, as often as you like)
     python benchmarks/kernel_docs.py a.json b.json ...
 
-A figure is the median over the runs; behind it, in brackets, are those of all runs, in the order of the files.
+A figure is the median over the runs; behind it, in brackets, are those of all runs, in the order of the files. Above a
+table is what it was measured on. ``--tables`` leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -26,25 +27,30 @@ Row: TypeAlias = "dict[str, Any]"
 Runs: TypeAlias = "dict[tuple[str, int, str], list[Row]]"
 
 
+TABLES = ("dtypes", "options", "widths", "memory", "peers", "fixed")
+
+
 @click.command(help=__doc__)
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
-def main(files: Sequence[str]) -> None:
+@click.option("--tables", default=",".join(TABLES), show_default=True, help="Tables to write.")
+def main(files: Sequence[str], tables: str) -> None:
     results = [json.loads(Path(file).read_text()) for file in files]
     usual = {case.name: case.tokens for group in GROUPS.values() for case in group}
     runs: Runs = defaultdict(list)
     for run, row in ((run, row) for run, result in enumerate(results) for row in result["rows"]):
         if row["tokens"] == usual[row["name"]]:
             runs[row["name"], row["threads"], row["peer"]].append(row | {"run": run})
-    tables: dict[str, Callable[[], Iterable[str]]] = {
-        "machine": lambda: machine(results),
-        **{group: lambda group=group: shares(runs, group) for group in ("dtypes", "options", "widths", "memory")},
-        "peers": lambda: peers(runs),
-        "fixed": lambda: fixed(runs),
-    }
     page = PAGE.read_text()
-    for name, lines in tables.items():
-        page = fill(page, name, "\n".join(lines()))
+    for name in tables.split(","):
+        lines = [*origin(results, runs, name), "", *written(runs, name)]
+        page = fill(page, name, "\n".join(lines))
     PAGE.write_text(page)
+
+
+def written(runs: Runs, name: str) -> list[str]:
+    """Give a table's lines."""
+    special: dict[str, Callable[[Runs], list[str]]] = {"peers": peers, "fixed": fixed}
+    return special[name](runs) if name in special else shares(runs, name)
 
 
 def fill(page: str, name: str, text: str) -> str:
@@ -55,11 +61,18 @@ def fill(page: str, name: str, text: str) -> str:
     return marks.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page)
 
 
-def machine(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Say what was measured, where and when."""
-    places = {f"{result['machine']}; {result['date']}; commit {result['commit']}" for result in results}
-    versions = {f"{name} {number}" for result in results for name, number in result["versions"].items()}
-    return [*sorted(places), "", f"With {', '.join(sorted(versions))}."]
+def origin(results: Sequence[dict[str, Any]], runs: Runs, table: str) -> list[str]:
+    """Say on what the runs were made that have a row of a table, a line for each that differs."""
+    names, others = {case.name for case in GROUPS[table]}, LIBRARIES[1:]
+    found = [rows for (name, _, peer), rows in runs.items() if name in names and (table != "peers" or peer in others)]
+    used = sorted({row["run"] for rows in found for row in rows})
+    return list(dict.fromkeys(about(results[run]) for run in used))
+
+
+def about(result: dict[str, Any]) -> str:
+    """Say on what a run was made."""
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return f"{result['machine']}; {result['date']}; commit {result['commit']}; {versions}  "
 
 
 def shares(runs: Runs, group: str) -> list[str]:

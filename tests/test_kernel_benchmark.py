@@ -124,8 +124,11 @@ def test_tables_are_written_between_their_marks_from_all_runs(part, monkeypatch,
         ]
         about = {"machine": "some", "date": "today", "commit": "abc", "versions": {"numpy": "1"}}
         (tmp_path / f"{run}.json").write_text(json.dumps({**about, "rows": found}))
-    docs.main.callback([str(tmp_path / f"{run}.json") for run in range(3)])
+    before = page.read_text()
+    docs.main.callback([str(tmp_path / f"{run}.json") for run in range(3)], "dtypes,peers")
     written = page.read_text()
     assert "| `f32-gqa` | 80 (90, 80, 70) | 30.0 (30.0, 30.0, 30.0) | 9.00 (9.00, 9.00, 9.00) |" in written
     assert "| 30 (30, 30, 30) matmul | - | - | 2.7 (3.0, 2.7, 2.5) |" in written
-    assert "some; today; commit abc" in written
+    assert written.count("some; today; commit abc; numpy 1") == 2
+    of_options = slice(*(before.index(f"<!-- {words}options") for words in ("", "end of ")))
+    assert before[of_options] in written
