@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -67,9 +68,11 @@ class StreamingCall:
         q = cast(args.q, self._dtype)
         fields = self._fields.copy()
         _fill(fields, args, q)
-        fields[SPLIT] = split, splits, address(states), out.nbytes
+        fields[SPLIT : SPLIT + 4] = split, splits, address(states), out.nbytes
+        record = array("q", fields)
+        place = record.buffer_info()[0]
         threads = min(thread_count(), 1 + self._bytes_per_key * args.kv_tokens // BYTES_PER_THREAD)
-        run_on_threads(lambda: self._stream(address(fields), _workspace(self._scratch)), threads)
+        run_on_threads(lambda: self._stream(place, _workspace(self._scratch)), threads)
         if splits > 1:
             sources = np.arange(splits) * out.nbytes + address(states)
             width = out.shape[-1]
@@ -84,8 +87,8 @@ class StreamingCall:
         split = max(1, -(-kv_tokens // (wanted * BLOCK))) * BLOCK
         return split, max(1, -(-kv_tokens // split))
 
-    def _fixed_fields(self) -> Array:
-        """Give the record of everything that stays from step to step, as integers; the rest is 0."""
+    def _fixed_fields(self) -> list[int]:
+        """Give the fields of everything that stays from step to step, as integers; the rest is 0."""
         spec, call = self._spec, np.zeros(1, CALL)
         left, right = spec.window or (None, None)
         for name, value in {
@@ -106,12 +109,13 @@ class StreamingCall:
             **{name: part() for name, part in parts_of(spec).items()},
         }.items():
             call[name] = value
-        return call.view(np.int64)
+        numbers: list[int] = call.view(np.int64).tolist()
+        return numbers
 
 
-def address(array: Array | None) -> int:
+def address(values: Array | None) -> int:
     """Address of an array's first element, 0 for None."""
-    return 0 if array is None else int(array.__array_interface__["data"][0])
+    return 0 if values is None else int(values.__array_interface__["data"][0])
 
 
 def _stored_fields(spec: Spec) -> dict[str, float]:
@@ -149,19 +153,20 @@ def _float8_values(storage: str) -> Array | None:
 
 
 FIELDS = list(Call.__annotations__)
-SIZES = [FIELDS.index(name) for name in ("kv_tokens", "k_block", "v_block", "kv_len")]
-SPLIT = [FIELDS.index(name) for name in ("split", "splits", "states", "states_s")]
+SPLIT = FIELDS.index("split")  # followed by splits, states and states_s
+KV_TOKENS, K_BLOCK, V_BLOCK, KV_LEN = (FIELDS.index(name) for name in ("kv_tokens", "k_block", "v_block", "kv_len"))
 ARRAYS = [FIELDS.index(name) for name in ("q", "k", "v", "k_scale", "v_scale", "q_pos", "kv_pos", "mask")]
 """Where in a record the fields of a step are; an array's address is followed by its strides."""
 
 
-def _fill(fields: Array, args: Args, q: Array) -> None:
+def _fill(fields: list[int], args: Args, q: Array) -> None:
     """Write one step's sizes, addresses and strides into its record."""
-    fields[SIZES] = args.kv_tokens, args.k_block, args.v_block, address(args.kv_len)
+    fields[KV_TOKENS], fields[KV_LEN] = args.kv_tokens, address(args.kv_len)
+    fields[K_BLOCK], fields[V_BLOCK] = args.k_block, args.v_block
     arrays = (q, args.k, args.v, args.k_scale, args.v_scale, args.q_pos, args.kv_pos, args.mask)
-    for array, first in zip(arrays, ARRAYS, strict=True):
-        if array is not None:
-            fields[first : first + array.ndim + 1] = address(array), *array.strides
+    for each, first in zip(arrays, ARRAYS, strict=True):
+        if each is not None:
+            fields[first : first + each.ndim + 1] = address(each), *each.strides
 
 
 _memory = threading.local()

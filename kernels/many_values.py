@@ -20,7 +20,7 @@ from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
 
-__all__ = ["MANY_VALUES", "ROWS", "fits_panels", "many_values_of"]
+__all__ = ["MANY_VALUES", "READ", "ROWS", "fits_panels", "many_values_of"]
 
 MANY_VALUES = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)"
 """(weights, bytes per key of them, rows, values, bytes per key, keys, width, sums, bytes per row, marked, ahead, step).
@@ -37,10 +37,14 @@ PANEL = 2
 """Vectors of a row in a tile."""
 
 
+READ = ("float32", "float64", "bfloat16")
+"""Types that are read where they lie. Others take longer to widen, which is then done once for all tiles of rows."""
+
+
 def fits_panels(storage: str, width: int) -> bool:
-    """Whether values of a contiguous storage type can be read where they lie, in whole vectors."""
+    """Whether values of a contiguous storage type are read where they lie, in whole vectors."""
     lanes = LANES * 4 // (8 if storage == "float64" else 4)
-    return width % (lanes * (2 if storage in PAIRED else 1)) == 0
+    return storage in READ and width % (lanes * (2 if storage in PAIRED else 1)) == 0
 
 
 def _add_tile(

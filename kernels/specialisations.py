@@ -19,7 +19,7 @@ from treeattn.kernels.call import STORAGES
 from treeattn.kernels.loads import PAIRED, UNITS, can_widen, padded, stored_bytes
 from treeattn.kernels.lookup import LOOKED_UP, STEP
 from treeattn.kernels.many_scores import KEYS, KINDS, many_scores_of
-from treeattn.kernels.many_values import fits_panels, many_values_of
+from treeattn.kernels.many_values import READ, fits_panels, many_values_of
 from treeattn.kernels.scores import scores_of
 from treeattn.kernels.values import STRIP, strip_keys, values_of, values_of_any_width
 from treeattn.kernels.vectors import LANES, has_feature
@@ -124,8 +124,10 @@ def k_strip(k: Stored, pairs: bool) -> int:
 
 def v_strip(v: Stored) -> int:
     """Values that are copied at a time; 0 where they are read where they lie."""
-    fits = fits_panels(v.storage, v.width) if v.many else True
-    return 0 if v.in_registers and fits else strip_keys(v.row_bytes)
+    if v.many:
+        fits = v.in_registers and fits_panels(v.storage, v.width)
+        return 0 if fits else max(4, STRIP // v.row_bytes)
+    return 0 if v.in_registers else strip_keys(v.row_bytes)
 
 
 def multiplies_pairs(spec: Spec) -> bool:
@@ -176,7 +178,7 @@ def _for_many(k: Stored, v: Stored, pairs: bool) -> dict[str, Part]:
 
 
 def _widening(each: Stored) -> Part:
-    if each.many and each.in_registers:
+    if each.many and each.in_registers and each.storage != each.dtype:
         return widen.widen_rows_of(each.storage)
     return widen.widen_double if each.dtype == "float64" else widen.widen_single
 
@@ -199,8 +201,9 @@ def specialisations() -> Iterator[tuple[str, Part]]:
         yield f"values of {dtype}, any width", values_of_any_width(dtype)
     for kind in KINDS[: 3 if knows_pairs("bfloat16", 2, True) else 2]:
         yield f"scores of {kind} for many rows", many_scores_of(kind)
-    for storage in filter(can_widen, STORAGES):
+    for storage in READ:
         yield f"values of {storage} for many rows", many_values_of(storage)
+    for storage in filter(can_widen, STORAGES[2:]):
         yield f"widened rows of {storage}", widen.widen_rows_of(storage)
     for storage, width in product(STORAGES, COMMON_WIDTHS):
         if can_widen(storage):
