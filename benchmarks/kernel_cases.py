@@ -79,6 +79,10 @@ def _heads(name: str, dtype: str, **others: Any) -> list[Case]:
     return [Case(f"{name}-mha", dtype, q_heads=8, **others), Case(f"{name}-gqa", dtype, **others)]
 
 
+def _four(base: Case) -> Case:
+    return replace(base, name=f"{base.name}-4q", q_tokens=4, causal=True)
+
+
 def _options(base: Case) -> list[Case]:
     """Rows for what an option costs, beside the row that has none."""
     name, tokens = base.name, base.tokens
@@ -86,7 +90,6 @@ def _options(base: Case) -> list[Case]:
         base,
         replace(base, name=f"{name}-causal", causal=True),
         replace(base, name=f"{name}-kv_len", kv_len=tokens - 100),
-        replace(base, name=f"{name}-4q", q_tokens=4, causal=True),
         replace(base, name=f"{name}-window", window=tokens // 4),
         replace(base, name=f"{name}-token-major", token_major=True),
     ]
@@ -104,9 +107,17 @@ GROUPS: dict[str, list[Case]] = {
         Case("e5m2-gqa", "float8_e5m2"),
     ],
     "options": [*_options(F32[0]), *_options(F32[1]), *_options(BF16[1])],
+    "many": [
+        F32[0],
+        _four(F32[0]),
+        F32[1],
+        _four(F32[1]),
+        BF16[1],
+        _four(BF16[1]),
+        Case("bf16-mla", "bfloat16", q_heads=16, kv_heads=1, width=576, v_width=512, tokens=131_072, latent=True),
+    ],
     "widths": [
         *(Case(f"f32-gqa-d{width}", width=width, v_width=width) for width in (64, 80, 96, 256)),
-        Case("bf16-mla", "bfloat16", q_heads=16, kv_heads=1, width=576, v_width=512, tokens=131_072, latent=True),
     ],
     "memory": [
         F32[0],

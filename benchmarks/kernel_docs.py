@@ -13,7 +13,7 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,7 +27,7 @@ Row: TypeAlias = "dict[str, Any]"
 Runs: TypeAlias = "dict[tuple[str, int, str], list[Row]]"
 
 
-TABLES = ("dtypes", "options", "widths", "memory", "peers", "fixed")
+TABLES = ("dtypes", "options", "many", "widths", "memory", "peers", "fixed")
 
 
 @click.command(help=__doc__)
