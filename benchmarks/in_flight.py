@@ -12,6 +12,10 @@ slowest rank:
 - ``pipeline=1``, ``2``, ...: one `decode` of many query tokens, whose heads go in so many groups.
 
 The results of both ways are compared, bit for bit, before they are timed.
+
+A pipeline hides the time that bytes take, and no latency: give it many ``--tokens`` and a wire of some rate. So
+``benchmarks/in_flight.json`` was measured, between hosts that were network namespaces with 1 Gbit/s and 1 ms between
+them: 4 groups took 47 ms where one took 65, and 2 groups 54.
 """
 
 from __future__ import annotations
