@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -60,6 +61,8 @@ def draw(results: dict[str, Any], file: str) -> None:
     from treeattn.cli.plots import import_pyplot
 
     rows = [row for row in results["rows"] if "absent" not in row]
+    if not rows:
+        raise click.ClickException("plot: no row has figures; the table says why")
     panels = list(dict.fromkeys((row["name"], row["threads"]) for row in rows))
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     figure, axes = import_pyplot().subplots(

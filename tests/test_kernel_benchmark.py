@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
@@ -132,3 +133,14 @@ def test_tables_are_written_between_their_marks_from_all_runs(part, monkeypatch,
     assert written.count("some; today; commit abc; numpy 1") == 2
     of_options = slice(*(before.index(f"<!-- {words}options") for words in ("", "end of ")))
     assert before[of_options] in written
+
+
+def test_a_plot_of_shares_has_a_panel_per_row_and_says_when_there_is_nothing_to_draw(part, tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    report, file = part("report"), tmp_path / "shares.svg"
+    row = {"name": "f32-gqa", "threads": 2, "peer": "treeattn"}
+    drawn = [{**row, "tokens": tokens, "share": share} for tokens, share in ((4096, 0.8), (32768, 0.9))]
+    report.draw({"rows": [*drawn, {**row, "name": "f32-mha", "tokens": 4096, "absent": "disturbed"}]}, str(file))
+    assert "f32-mha" not in file.read_text()
+    with pytest.raises(click.ClickException, match="no row has figures"):
+        report.draw({"rows": [{**row, "tokens": 4096, "absent": "disturbed"}]}, str(file))
