@@ -19,6 +19,7 @@ from treeattn.kernels.loads import padded, stored_bytes
 from treeattn.kernels.many_rows import whole_rows
 from treeattn.kernels.processors import thread_count
 from treeattn.kernels.specialisations import (
+    has_many_rows,
     k_strip,
     multiplies_pairs,
     parts_of,
@@ -57,6 +58,7 @@ class StreamingCall:
         self._tiles = -(-spec.q_tokens // self._tile)
         self._fields = self._fixed_fields()
         rows = self._tile * spec.group
+        rows = whole_rows(rows) if has_many_rows(spec) else rows
         self._scratch = streaming.workspace_bytes(rows, spec.head_dim, spec.v_head_dim, self._dtype.itemsize)
         bytes_per_row = sum(kv.width * narrow_dtype(kv.storage).itemsize for kv in stored(spec))
         self._bytes_per_key = spec.batch * spec.kv_heads * self._tiles * bytes_per_row

@@ -14,7 +14,7 @@ import numpy as np
 from treeattn.kernels.call import BLOCK, BUFFERS, TASK, Call, Task, call_at, task_at
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.loads import order, padded
-from treeattn.kernels.many_rows import do_chunks, gather_column, whole_rows
+from treeattn.kernels.many_rows import do_chunks, gather_column
 from treeattn.kernels.many_scores import KEYS
 from treeattn.kernels.memory import call_part, itemsize, next_task, pointer
 from treeattn.kernels.values import STRIP
@@ -45,7 +45,7 @@ def stream_double(call: int, workspace: int) -> None:
 
 def workspace_bytes(rows: int, head_dim: int, v_head_dim: int, size: int) -> int:
     """Bytes that one thread works in, for elements of ``size`` bytes."""
-    buffers = buffer_bytes.py_func(whole_rows(rows), padded(head_dim) * size, padded(v_head_dim) * size, size)
+    buffers = buffer_bytes.py_func(rows, padded(head_dim) * size, padded(v_head_dim) * size, size)
     return int(TASK_BYTES + LINE * (len(buffers) + 1) + sum(buffers))
 
 
