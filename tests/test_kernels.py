@@ -476,6 +476,15 @@ def test_every_float8_key_is_multiplied_as_what_it_is(dtype, group):
         np.testing.assert_array_equal(state.m.reshape(-1, group), np.where(np.isnan(right), -np.inf, right))
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.3])
+@pytest.mark.parametrize("heads", [1, 4])  # 3 rows, and 12, which lie in the lanes of vectors
+def test_hidden_keys_stay_hidden_whatever_the_sign_of_scale(heads, scale):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, *shape, 8), np.float32) for shape in ((heads, 3), (1, 20), (1, 20)))
+    options = {"causal": True, "q_pos": np.array([-1, 12, 30]), "kv_pos": np.arange(20), "scale": scale}
+    assert_attention(treeattn.attention(q, k, v, **options, return_lse=True), q, k, v, **options)
+
+
 @pytest.mark.parametrize("blocks", [1, 3, 100, 1200])
 def test_scales_of_blocks_reach_their_own_keys(blocks):
     q, k, v = standard(tokens=1200, width=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import pytest
@@ -136,6 +137,15 @@ def test_the_status_of_the_job_is_passed_on(tmp_path, monkeypatch, script, statu
     assert launch.run(2, ["-c", "pass"]) == status
 
 
+@pytest.fixture
+def python_hears_ctrl_c():
+    """Undo what a shell does that starts a job in the background: it lets it ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_hears_ctrl_c")
 def test_after_ctrl_c_the_launcher_is_waited_for(tmp_path, monkeypatch):
     install_fake_mpirun(
         tmp_path, monkeypatch, BANNERS["mpich"], f"sleep 0.5; kill -INT {os.getpid()}; sleep 0.3; touch ended"
