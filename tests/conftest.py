@@ -211,11 +211,15 @@ def pytest_configure() -> None:
     os.environ.setdefault("HOME", str(Path.home()))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that starts MPI ranks, and skip marked ones where no MPI is."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark every test that starts MPI ranks, and skip marked ones where no MPI is; share the work out."""
     for item in items:
         if {"mpirun", "each_mpi"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("mpi")
     if any(item.get_closest_marker("mpi") for item in items) and (reason := _no_mpi()) is not None:
         for item in filter(lambda item: item.get_closest_marker("mpi"), items):
             item.add_marker(pytest.mark.skip(reason=reason))
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:  # MPI jobs never meet
+            compiles = TESTS / "gpu" in item.path.parents and not item.get_closest_marker("mpi")
+            item.add_marker(pytest.mark.xdist_group("cards" if compiles else "ranks"))
