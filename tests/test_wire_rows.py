@@ -270,7 +270,7 @@ def as_wide(stored, found):
 ROUND = {"bfloat16": as_bfloat16, "float16": as_float16}
 
 
-def same_numbers(got, right):
+def assert_same_numbers(got, right):
     """Any NaN is as good as another."""
     got, right = got.astype(np.float32), right.astype(np.float32)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(right))
@@ -282,14 +282,14 @@ def test_numbers_of_16_bit_are_read_and_rounded_as_numpy_does(narrow):
     kind, dtype = STORED[narrow]
     every, found = BITS.view(dtype), np.empty(2**16, np.float32)
     as_wide(BITS.view(kind), found)
-    same_numbers(found, every)
+    assert_same_numbers(found, every)
     drawn = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     with np.errstate(all="ignore"):
         between = (found[1:] + found[:-1]) / 2  # ties, and their neighbours
         numbers = np.concatenate([found, between, np.nextafter(between, 0), np.nextafter(between, 9), drawn])
         rounded = np.empty(numbers.size, kind)
         ROUND[narrow](numbers.astype(np.float32), rounded)
-        same_numbers(rounded.view(dtype), numbers.astype(np.float32).astype(dtype))
+        assert_same_numbers(rounded.view(dtype), numbers.astype(np.float32).astype(dtype))
 
 
 def over_narrow_wire(states, narrow):

@@ -6,16 +6,15 @@ it is one compiled call on a rank that is not its host's leader, and two on one 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from treeattn.agreement import Attempt, Header, Signature
-from treeattn.channel import Channel
+from treeattn.agreement import Attempt, Header
 from treeattn.counting import Count
-from treeattn.executor import Exchange
 from treeattn.plan import Plan, RankRound
 from treeattn.rounds import SPINS, MessageRound
 from treeattn.shortcut import Shortcut
@@ -23,7 +22,7 @@ from treeattn.state import PartialState
 from treeattn.transport import nothing
 from treeattn.window import compiled
 
-__all__ = ["relay"]
+__all__ = ["relay_of"]
 
 YIELDS = 20
 """How often a rank gives up its core before it sleeps, `treeattn.rounds.SPINS` looks apart."""
@@ -71,43 +70,26 @@ class Part(NamedTuple):
         return gathers and (after is None or not after.receives)
 
 
-def relay(
-    exchange: Exchange,
-    channel: Channel,
-    state: PartialState,
-    signature: Signature,
-    go_on: Callable[[Attempt, PartialState | None], PartialState | None],
-) -> Shortcut | None:
-    """Give this rank's short way through a plan, where there is one.
-
-    Parameters
-    ----------
-    exchange, channel, state, signature
-        As in `Shortcut`.
-    go_on : callable
-        Takes (attempt, out) and ends the step, where it is not as it should be; the exchange knows how far it is.
-    """
-    part = Part.of(exchange.plan, channel.rank)
-    if part is None or not (part.follows or part.leads):
+def relay_of(plan: Plan, rank: int) -> type[Shortcut] | None:
+    """Give the short way of a rank through a plan, where there is one."""
+    part = Part.of(plan, rank)
+    if part is None:
         return None
-    return (_Leader if part.leads else _Follower)(exchange, channel, state, signature, part, go_on)
+    return _Leader if part.leads else _Follower if part.follows else None
 
 
 class _Relay(Shortcut):
     """What leaders and those who follow them have in common."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        channel: Channel,
-        state: PartialState,
-        signature: Signature,
-        part: Part,
-        go_on: Callable[[Attempt, PartialState | None], PartialState | None],
-    ) -> None:
-        self._part, self._go_on, self._window = part, go_on, exchange.window
-        self._records = exchange.records
-        super().__init__(exchange, channel, state, signature)
+    def _prepare(self) -> tuple[Callable[..., int], tuple[Any, Any]]:
+        part = Part.of(self._exchange.plan, self._channel.rank)
+        assert part is not None, "`relay_of` gives no way through other plans"
+        self._window, self._records = self._exchange.window, self._exchange.records
+        return self._prepare_part(part)
+
+    @abstractmethod
+    def _prepare_part(self, part: Part) -> tuple[Callable[..., int], tuple[Any, Any]]:
+        """Give what `Shortcut` wants of ``_prepare``."""
 
     def _own_place(self, slots: Sequence[int]) -> Any:
         """Give what is this rank's own in compiled code."""
@@ -142,9 +124,9 @@ class _Relay(Shortcut):
 class _Follower(_Relay):
     """A rank that is not its host's leader: it publishes, and sleeps until there is a result."""
 
-    def _prepare(self) -> tuple[Callable[..., int], tuple[Any, Any]]:
-        assert self._part.after is not None, "a rank that follows gets the result from its leader"
-        ((leader, _, _),) = self._part.after.receives
+    def _prepare_part(self, part: Part) -> tuple[Callable[..., int], tuple[Any, Any]]:
+        assert part.after is not None, "a rank that follows gets the result from its leader"
+        ((leader, _, _),) = part.after.receives
         self._compiled: Callable[..., int] = relay_code().follow_at(self._exchange.form)
         place = self._own_place(self._slots(self._channel.rank))
         return self._follow, (np.array(self._slots(leader), np.int64), place)
@@ -162,8 +144,8 @@ class _Follower(_Relay):
 class _Leader(_Relay):
     """A rank that merges what its host's ranks have, swaps that with other hosts, and passes the result on."""
 
-    def _prepare(self) -> tuple[Callable[..., int], tuple[Any, Any]]:
-        before, messages, after = self._part
+    def _prepare_part(self, part: Part) -> tuple[Callable[..., int], tuple[Any, Any]]:
+        before, messages, after = part
         assert messages is not None, "a leader has messages"
         form, own = self._exchange.form, self._records.payloads[0].ctypes.data
         self._gather: Callable[..., int] = relay_code().gather_at(form)

@@ -21,7 +21,7 @@ from treeattn.direct import DirectOps
 from treeattn.direct_exchange import DirectExchange
 from treeattn.executor import Exchange
 from treeattn.plan import Plan
-from treeattn.relay import relay
+from treeattn.relay import relay_of
 from treeattn.shortcut import Shortcut
 from treeattn.state import PartialState
 from treeattn.swap import Swap
@@ -144,7 +144,8 @@ class Session:
         common = exchange, self._channel, state, signature
         if Swap.possible(exchange.plan):
             return Swap(*common, self._begin_again)
-        return relay(*common, partial(self._go_on, exchange))
+        way = relay_of(exchange.plan, self._channel.rank)
+        return None if way is None else way(*common, partial(self._go_on, exchange))
 
     def _begin_again(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         """Go through a step from its beginning that a shortcut has counted."""

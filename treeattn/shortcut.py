@@ -30,6 +30,8 @@ class Shortcut(ABC):
         What was merged last: only states like it are.
     signature : Signature
         What was agreed on.
+    go_on : callable
+        Takes (attempt, out) and ends the step where not all is well.
 
     Attributes
     ----------
@@ -37,7 +39,15 @@ class Shortcut(ABC):
         Whether that was `TreeComm.allreduce`.
     """
 
-    def __init__(self, exchange: Exchange, channel: Channel, state: PartialState, signature: Signature) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        channel: Channel,
+        state: PartialState,
+        signature: Signature,
+        go_on: Callable[[Attempt, PartialState | None], PartialState | None],
+    ) -> None:
+        self._go_on = go_on
         self._exchange, self._channel, self._tally, self._usage = exchange, channel, channel.tally, exchange.usage
         self._guard, self._enter, self._leave = channel.guard, channel.guard.lock.acquire, channel.guard.lock.release
         self._ops, self._shape, self._dtype = state.ops, state._packed.shape, state._packed.dtype

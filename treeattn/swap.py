@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.agreement import Attempt, Signature
-from treeattn.channel import Channel
-from treeattn.executor import Exchange
+from treeattn.agreement import Attempt
 from treeattn.plan import Plan
 from treeattn.rounds import WindowRound
 from treeattn.shortcut import Shortcut
@@ -20,26 +18,7 @@ __all__ = ["Swap"]
 
 
 class Swap(Shortcut):
-    """The way through a plan that is one round in a window.
-
-    Parameters
-    ----------
-    exchange, channel, state, signature
-        As in `Shortcut`.
-    otherwise : callable
-        Takes (attempt, out) and ends the step where not all is well; this rank has published.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        channel: Channel,
-        state: PartialState,
-        signature: Signature,
-        otherwise: Callable[[Attempt, PartialState | None], PartialState | None],
-    ) -> None:
-        (self._round,), self._begin_again = exchange.rounds, otherwise
-        super().__init__(exchange, channel, state, signature)
+    """The way through a plan that is one round in a window; parameters are those of `Shortcut`."""
 
     @staticmethod
     def possible(plan: Plan) -> bool:
@@ -48,6 +27,7 @@ class Swap(Shortcut):
 
     def _prepare(self) -> tuple[Callable[..., int], tuple[Any, Any]]:
         """Give the compiled step, the slots of all ranks, and what is this rank's own: see `kernels.window.swap_at`."""
+        (self._round,) = self._exchange.rounds
         window, transport, form = self._exchange.window, self._exchange.transport, self._exchange.form
         assert window is not None, "a swap is one in a window"
         ranks = range(transport.size)
@@ -75,4 +55,4 @@ class Swap(Shortcut):
     def _otherwise(self, found: int, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         assert isinstance(self._round, WindowRound), "a swap is one in a window"
         self._round.published = True
-        return self._begin_again(attempt, out)
+        return self._go_on(attempt, out)  # this rank has published

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from emulation import Emulator
-from fake_card import FakeCard
+from fake_card import FakeCard, FakeCardBackend
+
+from treeattn import cards, peer_memory
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +31,16 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 def card(emulator: Emulator) -> FakeCard:
     """Give a card whose memory faults when the CPU touches it."""
     return FakeCard(emulator)
+
+
+@pytest.fixture
+def backends(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> list[FakeCardBackend]:
+    """Give every rank a card, as its thread knows it."""
+    made = [FakeCardBackend(FakeCard(emulator)) for _ in range(5)]
+
+    def this_card() -> tuple[Any, list[str]]:
+        return made[int(threading.current_thread().name.removeprefix("rank "))].ops, []
+
+    for module in (cards, peer_memory):
+        monkeypatch.setattr(module, "this_card", this_card)
+    return made

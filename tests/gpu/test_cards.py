@@ -1,66 +1,60 @@
-"""The plan "nccl", over cards and an NCCL that are not there: exact merges, equal bits, errors, and who may use it."""
+"""Plans of cards, over cards and an NCCL that are not there: exact merges, equal bits, errors, and who may use them."""
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import types
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_card import FakeCard, FakeCardBackend
+from fake_card import FakeCard
 from test_direct import fetched, on_card, state_of
 
 import treeattn
-from treeattn import PartialState, TreeComm, cards, peer_memory
+from treeattn import PartialState, TreeComm
 from treeattn.backends import cupy_nccl
 from treeattn.errors import BackendError, InputError, RankTimeout
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
 
 
-@pytest.fixture
-def backends(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> list[FakeCardBackend]:
-    """Give every rank a card, as its thread knows it."""
-    made = [FakeCardBackend(FakeCard(emulator)) for _ in range(5)]
-
-    def this_card() -> tuple[Any, list[str]]:
-        return made[int(threading.current_thread().name.removeprefix("rank "))].ops, []
-
-    for module in (cards, peer_memory):
-        monkeypatch.setattr(module, "this_card", this_card)
-    return made
-
-
 def merged_in_rank_order(size: int) -> bytes:
     return fetched(treeattn.merge([state_of(rank) for rank in range(size)]))
 
 
-@pytest.mark.parametrize("hosts", ["aa", "ab", "aabba"])
-def test_every_rank_ends_with_the_merge_in_rank_order(backends: Any, hosts: str) -> None:
+PLANS = ["nccl", "p2p"]
+"""Both are held to what follows; what else p2p promises is in `test_peer_memory`."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "hosts"),
+    [("nccl", "aa"), ("nccl", "ab"), ("nccl", "aabba"), ("p2p", "a"), ("p2p", "aa"), ("p2p", "aaa")],
+)
+def test_every_rank_ends_with_the_merge_in_rank_order(backends: Any, plan: str, hosts: str) -> None:
+    size = len(hosts)
+
     def body(transport: Any) -> list[bytes]:
-        backend = backends[transport.rank]
-        with TreeComm(transport, plan="nccl") as comm:
-            assert "plan='nccl'" in repr(comm)
-            mine = on_card(state_of(comm.rank), backend)
-            found = [fetched(comm.allreduce(mine)) for _ in range(3)]
-            reduced = comm.reduce(mine, root=1)
-            assert (reduced is not None) == (comm.rank == 1)
+        with TreeComm(transport, plan=plan) as comm:
+            assert f"plan='{plan}'" in repr(comm)
+            mine = on_card(state_of(comm.rank), backends[comm.rank])
+            found = [fetched(comm.allreduce(mine)) for _ in range(5)]
+            reduced = comm.reduce(mine, root=size - 1)
+            assert (reduced is not None) == (comm.rank == size - 1)
             return [*found, fetched(comm.allreduce(mine, out=mine))]
 
-    size = len(hosts)
-    assert run_ranks(size, body, hosts=list(hosts)) == [[merged_in_rank_order(size)] * 4] * size
+    assert run_ranks(size, body, hosts=list(hosts)) == [[merged_in_rank_order(size)] * 6] * size
 
 
-def test_decode_gives_the_dense_answer(backends: Any) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_decode_gives_the_dense_answer(backends: Any, plan: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, heads, n, 16), dtype=np.float32) for heads, n in ((4, 1), (2, 40), (2, 40)))
 
     def body(transport: Any) -> Any:
         backend, mine = backends[transport.rank], slice(0, 15) if transport.rank == 0 else slice(15, 40)
-        with TreeComm(transport, plan="nccl") as comm:
+        with TreeComm(transport, plan=plan) as comm:
             there = [backend.runtime.upload(np.ascontiguousarray(array)) for array in (q, k[:, :, mine], v[:, :, mine])]
             out, lse = treeattn.decode(*there, comm=comm, backend=backend, return_lse=True)
             return out.get(), lse.get()
@@ -69,25 +63,22 @@ def test_decode_gives_the_dense_answer(backends: Any) -> None:
         assert_attention(found, q, k, v)
 
 
-def test_an_error_on_one_rank_is_raised_on_all_before_any_card_waits(backends: Any) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_error_on_one_rank_is_raised_on_all_before_any_card_waits(backends: Any, plan: str) -> None:
     def body(transport: Any) -> tuple[str, str, bytes]:
-        with TreeComm(transport, plan="nccl") as comm:
+        with TreeComm(transport, plan=plan) as comm:
             mine = on_card(state_of(comm.rank), backends[comm.rank])
             with pytest.raises(InputError) as wrong:
                 comm.allreduce(None if comm.rank == 1 else mine)  # type: ignore[arg-type]
+            comm.allreduce(mine)
             with pytest.raises(BackendError) as host:
                 comm.allreduce(state_of(0) if comm.rank == 0 else mine)
-            return (
-                str(wrong.value).partition(" (")[0],
-                str(host.value).partition(" (")[0],
-                fetched(comm.allreduce(mine)),
-            )
+            texts = [str(each.value).partition(" (")[0] for each in (wrong, host)]
+            return texts[0], texts[1], fetched(comm.allreduce(mine))
 
-    right = "plan 'nccl' merges states on cards, and this one of 'cpu' is on the host"
-    for wrong, host, merged in run_ranks(3, body):
-        assert wrong == "state: expected a PartialState, got NoneType"
-        assert host == right
-        assert merged == merged_in_rank_order(3)
+    on_host = f"plan {plan!r} merges states on cards, and this one of 'cpu' is on the host"
+    right = ("state: expected a PartialState, got NoneType", on_host, merged_in_rank_order(3))
+    assert run_ranks(3, body) == [right] * 3
 
 
 def refused(backends: Any, size: int = 2, hosts: str = "aa") -> set[str]:

@@ -9,33 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_card import FakeCard
-from test_cards import backends, merged_in_rank_order  # noqa: F401 - a fixture
 from test_direct import SHAPE, fetched, on_card, state_of
 
-import treeattn
 from treeattn import PartialState, TreeComm, peer_memory
-from treeattn.errors import BackendError, InputError, RankTimeout
+from treeattn.errors import BackendError, RankTimeout
 from treeattn.testing import run_ranks
-from treeattn.testing.oracle import assert_attention
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_rank_ends_with_the_merge_in_rank_order(backends: Any, size: int) -> None:  # noqa: F811
-    def body(transport: Any) -> list[bytes]:
-        backend = backends[transport.rank]
-        with TreeComm(transport, plan="p2p") as comm:
-            assert "plan='p2p'" in repr(comm)
-            mine = on_card(state_of(comm.rank), backend)
-            found = [fetched(comm.allreduce(mine)) for _ in range(5)]
-            reduced = comm.reduce(mine, root=size - 1)
-            assert (reduced is not None) == (comm.rank == size - 1)
-            return [*found, fetched(comm.allreduce(mine, out=mine))]
-
-    assert run_ranks(size, body) == [[merged_in_rank_order(size)] * 6] * size
 
 
 def test_states_of_other_steps_shapes_and_lanes_keep_apart(
-    backends: Any,  # noqa: F811
+    backends: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each step's state is another, and rank 1 reads late: a slot that is written too early changes its result."""
@@ -71,7 +53,7 @@ def test_states_of_other_steps_shapes_and_lanes_keep_apart(
     run_ranks(3, body)
 
 
-def test_a_state_without_room_goes_by_messages(backends: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_state_without_room_goes_by_messages(backends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(transport: Any, **options: Any) -> tuple[bytes, int]:
         with TreeComm(transport, **options) as comm:
             before = comm.stats.bytes
@@ -85,38 +67,6 @@ def test_a_state_without_room_goes_by_messages(backends: Any, monkeypatch: pytes
     assert run_ranks(2, lambda transport: body(transport, plan="p2p")) == staged
 
 
-def test_decode_gives_the_dense_answer(backends: Any) -> None:  # noqa: F811
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, heads, n, 16), dtype=np.float32) for heads, n in ((4, 1), (2, 40), (2, 40)))
-
-    def body(transport: Any) -> Any:
-        backend, mine = backends[transport.rank], slice(0, 15) if transport.rank == 0 else slice(15, 40)
-        with TreeComm(transport, plan="p2p") as comm:
-            there = [backend.runtime.upload(np.ascontiguousarray(array)) for array in (q, k[:, :, mine], v[:, :, mine])]
-            out, lse = treeattn.decode(*there, comm=comm, backend=backend, return_lse=True)
-            return out.get(), lse.get()
-
-    for found in run_ranks(2, body):
-        assert_attention(found, q, k, v)
-
-
-def test_an_error_on_one_rank_is_raised_on_all_and_the_cards_go_on(backends: Any) -> None:  # noqa: F811
-    def body(transport: Any) -> tuple[str, str, bytes]:
-        with TreeComm(transport, plan="p2p") as comm:
-            mine = on_card(state_of(comm.rank), backends[comm.rank])
-            with pytest.raises(InputError) as wrong:
-                comm.allreduce(None if comm.rank == 1 else mine)  # type: ignore[arg-type]
-            comm.allreduce(mine)
-            with pytest.raises(BackendError) as host:
-                comm.allreduce(state_of(0) if comm.rank == 0 else mine)
-            texts = [str(each.value).partition(" (")[0] for each in (wrong, host)]
-            return texts[0], texts[1], fetched(comm.allreduce(mine))
-
-    on_host = "plan 'p2p' merges states on cards, and this one of 'cpu' is on the host"
-    right = ("state: expected a PartialState, got NoneType", on_host, merged_in_rank_order(3))
-    assert run_ranks(3, body) == [right] * 3
-
-
 def refused(size: int, hosts: str) -> str:
     def body(transport: Any) -> str:
         with pytest.raises(BackendError) as caught:
@@ -128,7 +78,7 @@ def refused(size: int, hosts: str) -> str:
 
 
 @pytest.mark.parametrize("liar", [0, 2])
-def test_a_card_that_reads_other_bytes_than_are_there_is_found_out(backends: Any, liar: int) -> None:  # noqa: F811
+def test_a_card_that_reads_other_bytes_than_are_there_is_found_out(backends: Any, liar: int) -> None:
     """Its driver maps the others' memory without an error: only the data tell."""
     backends[liar].runtime.lies = True
     pairs = ", ".join(f"{other} to {liar}" for other in range(3) if other != liar)
@@ -140,18 +90,18 @@ def test_a_card_that_reads_other_bytes_than_are_there_is_found_out(backends: Any
     run_ranks(3, lambda transport: TreeComm(transport, plan="p2p").free(), hosts=list("aaa"))
 
 
-def test_ranks_of_several_hosts_are_refused(backends: Any) -> None:  # noqa: F811
+def test_ranks_of_several_hosts_are_refused(backends: Any) -> None:
     assert refused(3, "aab") == "plan 'p2p' can't be used: it is for the ranks of one host, and these are on a, b"
 
 
-def test_a_rank_without_a_card_is_named_with_its_reasons(backends: Any, monkeypatch: Any) -> None:  # noqa: F811
+def test_a_rank_without_a_card_is_named_with_its_reasons(backends: Any, monkeypatch: Any) -> None:
     monkeypatch.undo()  # to the real question, which CuPy answers
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert "rank 0 on host a: nvidia: CuPy can't be imported" in refused(2, "aa")
 
 
 @pytest.mark.parametrize("step", ["export", "attach"])
-def test_what_a_driver_refuses_is_raised_on_every_rank(backends: Any, monkeypatch: Any, step: str) -> None:  # noqa: F811
+def test_what_a_driver_refuses_is_raised_on_every_rank(backends: Any, monkeypatch: Any, step: str) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("cudaErrorPeerAccessUnsupported")
 
@@ -166,7 +116,7 @@ def test_what_a_driver_refuses_is_raised_on_every_rank(backends: Any, monkeypatc
     assert [backend.runtime.mapped for backend in backends] == [[]] * len(backends)
 
 
-def test_a_card_that_never_ends_is_given_up_at_the_deadline(backends: Any, monkeypatch: Any) -> None:  # noqa: F811
+def test_a_card_that_never_ends_is_given_up_at_the_deadline(backends: Any, monkeypatch: Any) -> None:
     def body(transport: Any) -> None:
         comm = TreeComm(transport, plan="p2p", timeout=0.2)
         mine = on_card(state_of(comm.rank), backends[comm.rank])
