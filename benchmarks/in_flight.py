@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,6 +30,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
+from rank_timing import milliseconds
 from rich.console import Console
 from rich.table import Table
 
@@ -53,15 +53,6 @@ class Sequence:
     def compute(self) -> treeattn.PartialState:
         """Attention over this rank's keys."""
         return treeattn.partial_attention(self.q, self.k, self.v)
-
-
-def milliseconds(call: Callable[[], Any], repeats: int) -> float:
-    """Mean time of a call, of the slowest rank; the clock starts behind a call, which ranks leave together."""
-    call()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return float(WORLD.allreduce(1e3 * (time.perf_counter() - start) / repeats, MPI.MAX))
 
 
 def fitting_keys(comm: treeattn.TreeComm, heads: int, width: int, tokens: int, repeats: int) -> int:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 from merge_plot import draw
 from mpi4py import MPI
+from rank_timing import milliseconds
 from rich.console import Console
 from rich.table import Table
 
@@ -145,19 +145,6 @@ def check(name: str, result: Any, state: treeattn.PartialState) -> None:
     found = result.finish()[0, :, 0] if isinstance(result, treeattn.PartialState) else result
     error = float(np.abs(found - right).max())
     assert error < 1e-5, f"{name} is wrong by {error}"
-
-
-def milliseconds(call: Callable[[], Any], repeats: int) -> float:
-    """Mean time of a call in this block, of the slowest rank.
-
-    The clock starts behind a call, which ranks leave together; some leave a barrier a whole delay before others.
-    """
-    WORLD.Barrier()
-    call()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return float(WORLD.allreduce(1e3 * (time.perf_counter() - start) / repeats, MPI.MAX))
 
 
 def measure(calls: dict[str, Call], blocks: int, repeats: int) -> dict[str, dict[str, float]]:
