@@ -22,6 +22,7 @@ from treeattn.planner import plan_allreduce
 from treeattn.probes import probes_for
 from treeattn.radices import Radices
 from treeattn.saved import check_plan
+from treeattn.shortcut import Shortcut
 from treeattn.testing import run_ranks
 
 RECORD = 16672
@@ -147,7 +148,7 @@ def test_rank_0_alone_fits_and_all_have_its_bits(monkeypatch):
         return threading.current_thread().name != "rank 0"
 
     monkeypatch.setattr(calibration, "fit", lambda samples, rate: fit(samples, rate * (1 + 2**-40 * off())))
-    monkeypatch.setattr(calibration, "_repeats", lambda slowest: [5 + off()] * len(slowest))
+    monkeypatch.setattr(calibration, "_repeats", lambda seconds, slowest: [5 + off()] * len(slowest))
     found = run_ranks(2, lambda transport: delayed(transport, ["a", "b"], Delays(0, 1e-3), plan="auto")[1])
     assert found[0] == found[1]
     assert Calibration.from_json(found[0].to_json()) == found[0]
@@ -169,6 +170,25 @@ def test_windows_are_measured_and_nothing_is_left_in_them():
     found = run_ranks(4, body, hosts=["a", "a", "b", "b"])
     assert len(set(itertools.chain(*(merged for merged, _ in found)))) == 1
     assert all(ways == {"inside", "window", "between", "step"} for _, ways in found)
+
+
+def test_steps_are_measured_on_the_short_way_that_they_take(monkeypatch):
+    way, taken = Shortcut.__call__, Counter()
+
+    def counting(self, *arguments):
+        found = way(self, *arguments)
+        taken[threading.current_thread().name] += found is not None
+        return found
+
+    monkeypatch.setattr(Shortcut, "__call__", counting)
+
+    def body(transport):
+        with TreeComm(transport, plan="auto") as comm:
+            comm.allreduce(state_of(comm.rank))  # the first of this communicator, and no short way
+
+    run_ranks(4, body, hosts=["a", "a", "b", "b"])
+    assert len(taken) == 4
+    assert min(taken.values()) >= calibration.FEWEST
 
 
 def test_counters_do_not_count_what_is_measured():

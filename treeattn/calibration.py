@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from treeattn.agreement import Header
+from treeattn.agreement import Attempt, Header, Signature
 from treeattn.channel import Channel
 from treeattn.clocks import Clock
 from treeattn.costs import CostModel
@@ -23,6 +23,7 @@ from treeattn.fitting import SHORTEST, Sample, add_steps, fit
 from treeattn.plan import Plan
 from treeattn.probes import Probe, probes_for
 from treeattn.rounds import Tally
+from treeattn.session import Session
 from treeattn.state import PartialState
 from treeattn.window import STATE_BYTES, Window
 from treeattn.wire_form import WireForm, merger
@@ -33,7 +34,10 @@ T = TypeVar("T")
 Run: TypeAlias = Callable[[], object]
 
 SECONDS = 0.1
-"""Roughly how long a probe is repeated."""
+"""Roughly how long rounds are repeated."""
+
+STEP_SECONDS = 0.3
+"""The same for whole steps, by which all forecasts stand and fall."""
 
 FEWEST, MOST = 5, 200
 """Repeats of a probe, at least and at most."""
@@ -77,12 +81,20 @@ def calibrate(channel: Channel, window: Window | None, form: WireForm) -> Calibr
     """
     hosts = channel.hosts
     probes = list(probes_for(hosts, window is not None and form.nbytes <= STATE_BYTES))
+    rounds, steps = ([probe for probe in probes if (probe.way == "step") is whole] for whole in (False, True))
     branch, tally = channel.branch(), Tally(hosts, channel.rank)
-    exchanges = [Exchange(plan, branch, window, form, tally) for plan in _one_after_another(probes)]
-    runs = [_run(channel, probe, exchange) for probe, exchange in zip(probes, exchanges, strict=True)]
-    values = [*_quantiles(channel, runs), _merge_seconds(form, channel.transport.clock)]
-    told = _concluded(channel, values, partial(_fitted, probes, form.nbytes))
+    exchanges = [Exchange(plan, branch, window, form, tally) for plan in _one_after_another(rounds)]
+    sessions = [Session(channel.apart(), _always(probe.plan), window) for probe in steps]
+    runs: list[Run] = [
+        *(partial(channel.call, exchange.run, Header(0, 0, 0, 0)) for exchange in exchanges),
+        *(partial(channel.call, _step(session, form)) for session in sessions),
+    ]
+    seconds = [SECONDS] * len(exchanges) + [STEP_SECONDS] * len(sessions)
+    values = [*_quantiles(channel, runs, seconds), _merge_seconds(form, channel.transport.clock)]
+    told = _concluded(channel, values, partial(_fitted, [*rounds, *steps], form.nbytes))
     channel.retire(branch)
+    for session in sessions:
+        session.retire()
     return Calibration.from_json(told)
 
 
@@ -92,27 +104,30 @@ def _one_after_another(probes: Sequence[Probe]) -> Iterator[Plan]:
     return (probe.after(rounds) for probe, rounds in zip(probes, earlier, strict=False))
 
 
-def _run(channel: Channel, probe: Probe, exchange: Exchange) -> Run:
-    """Give what is timed: rounds, or a whole step."""
-    rounds = partial(channel.call, exchange.run, Header(0, 0, 0, 0))
-    if probe.way != "step":
-        return rounds
-    *rows, width = exchange.form.shape
+def _always(plan: Plan) -> Callable[..., Plan]:
+    return lambda *_: plan
+
+
+def _step(session: Session, form: WireForm) -> Run:
+    """Give a whole step, by the short way where it has one, as all steps but the first."""
+    batch, heads, tokens, width = form.shape
+    rows = batch, heads, tokens
     state = PartialState.from_lse(np.zeros((*rows, width - 2), np.float32), np.zeros(rows, np.float32), base="e")
+    attempt = Attempt(Signature("calibration", None, (), (*rows, width), form.dtype), state, None)
 
     def step() -> None:
-        exchange.load(state)
-        rounds()
-        exchange.result(state, None)
+        shortcut = session.shortcut
+        if shortcut is None or shortcut(state, None, attempt) is None:
+            session.merge(attempt, None)
 
     return step
 
 
-def _quantiles(channel: Channel, runs: Sequence[Run]) -> list[float]:
-    """Medians of what runs take on this rank, in microseconds, and then 99th percentiles."""
+def _quantiles(channel: Channel, runs: Sequence[Run], seconds: Sequence[float]) -> list[float]:
+    """Medians of what runs take on this rank, in microseconds, and then 99th percentiles; each for so many seconds."""
     clock = channel.transport.clock
     first = [float(np.median(_times(clock, run, FIRST))) for run in runs]
-    counts = _concluded(channel, first, _repeats)
+    counts = _concluded(channel, first, partial(_repeats, seconds))
     times = [_times(clock, run, count) for run, count in zip(runs, counts, strict=True)]
     return [1e6 * float(np.quantile(each, at)) for at in (0.5, 0.99) for each in times]
 
@@ -132,9 +147,9 @@ def _fitted(probes: Sequence[Probe], payload_bytes: int, slowest: Sequence[float
     return Calibration(tuple(samples), add_steps(model, payload_bytes, steps)).to_json()
 
 
-def _repeats(slowest: Sequence[float]) -> list[int]:
-    """How often to repeat probes that take so many seconds."""
-    return [int(min(max(SECONDS / each, FEWEST), MOST)) for each in slowest]
+def _repeats(seconds: Sequence[float], slowest: Sequence[float]) -> list[int]:
+    """How often to repeat what takes so long, to fill so many seconds."""
+    return [int(min(max(all_of_it / each, FEWEST), MOST)) for all_of_it, each in zip(seconds, slowest, strict=True)]
 
 
 def _concluded(channel: Channel, values: Sequence[float], conclude: Callable[[Sequence[float]], T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from treeattn.counting import Count
@@ -71,6 +72,13 @@ class Channel:
         """Take the host map, and count from here on."""
         self.hosts = hosts
         self.tally = Tally(hosts, self.rank)
+
+    def apart(self) -> Channel:
+        """Give a channel on the same wire for calls within a call: counted apart, and states travel as they are."""
+        made = copy(self)
+        made.guard, made.wire_dtype = Guard(), None
+        made.name_hosts(self.hosts)
+        return made
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call what sends and receives; if it does not end well, ranks have lost each other, and that is for good."""

@@ -166,6 +166,12 @@ class Session:
             self._channel.call(self._exchange_of(self.agreed).run, self._step(CONSULT, 0, 0))
         return [each.values for each in self._negotiate(lambda: description, error)]
 
+    def retire(self) -> None:
+        """Give back what its plans travel on, while the communicator lives; collective."""
+        for exchange in self._exchanges.values():
+            self._channel.retire(exchange.transport)
+        self.forget()
+
     def forget(self) -> None:
         """Let go of buffers and shared memory, when the communicator is freed."""
         self.shortcut = self._made = self.window = self._exchange = None
