@@ -48,9 +48,13 @@ class Call:
     tiles: int
     split: int
     splits: int
-    # where split number s of the state is written: states + s * states_s
+    tasks_to_cut: int  # tasks without splits, by which to decide how many splits there are
+    bytes_per_key: int  # of K and V together, that all tasks of a split read
+    # where split number s of the state is written: states + s * states_s; where the merge of all goes
     states: int
     states_s: int
+    out: int
+    ended: int  # counters of splits that are done, one for each tile of each head
     # how a task's working rows lie: bytes from one to the next, and the order of their elements
     q_row: int
     sums_row: int
@@ -60,7 +64,8 @@ class Call:
     many: int  # bytes of a number of every row, where rows lie in lanes (`treeattn.kernels.many_rows`); else 0
     columns: int  # of those that a key's products are summed over
     v_unit: float  # what the sums have to be multiplied with in the end
-    # inputs; q is of the state's dtype
+    # inputs
+    q_storage: int
     q: int
     q_b: int
     q_h: int
@@ -112,7 +117,11 @@ class Call:
     mask_t: int
     mask_d: int
     mask_additive: int
+    # bytes of one thread's workspace
+    workspace: int
     # addresses of the compiled parts, and of the 256 values of a float8 type; without `see` every key is seen
+    stream: int
+    merge: int
     see: int
     widen_k: int
     widen_v: int
@@ -148,6 +157,7 @@ class Task:
     v_scale: int  # (BLOCK,)
     seen: int  # (rows, BLOCK) of uint8: which keys each row sees, where some are
     corrections: int  # (rows,): what older sums of many rows are multiplied with
+    merging: int  # room to merge the splits of one head in, and behind it the addresses of their states
 
 
 BUFFERS = list(Task.__annotations__).index("q")

@@ -12,13 +12,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.kernels.compilation import entry, inline
+from treeattn.kernels.compilation import entry, inline, part
 from treeattn.kernels.exponential import exp, log
 from treeattn.kernels.memory import itemsize, pointer
 
-__all__ = ["finish", "merge", "merge_at", "merge_room", "prepare_merge"]
+__all__ = ["finish", "merge", "merge_part_double", "merge_part_single", "prepare_merge"]
 
 Array: TypeAlias = npt.NDArray[Any]
+
+MERGE = "void(int64, int64, int64, int64, int64, int64)"
+"""(out, address of the sources' addresses, number of sources, rows, width, room as `_merge_room` counts it)"""
 
 
 def merge(out: Array, sources: Sequence[Array]) -> None:
@@ -39,8 +42,8 @@ def prepare_merge(out: Array, sources: Sequence[Array]) -> Callable[[], None]:
     addresses = np.array([source.ctypes.data for source in sources], dtype=np.int64)
     width = out.shape[-1]
     rows = out.size // width
-    room = merge_room(len(sources), rows, width)
-    compiled, places = merge_at(out.dtype), (out.ctypes.data, addresses, rows, width, room.ctypes.data)
+    room = _merge_room(len(sources), rows, width)
+    compiled, places = _merge_at(out.dtype), (out.ctypes.data, addresses, rows, width, room.ctypes.data)
 
     def merge_again(kept: Any = (out, sources, room)) -> None:
         compiled(*places)
@@ -48,7 +51,7 @@ def prepare_merge(out: Array, sources: Sequence[Array]) -> Callable[[], None]:
     return merge_again
 
 
-def merge_room(sources: int, rows: int, width: int) -> Array:
+def _merge_room(sources: int, rows: int, width: int) -> Array:
     """Give room for a merge: a weight per source and row, and a row, since a source may be overwritten."""
     return np.empty(rows * sources + width, np.float64)
 
@@ -70,8 +73,8 @@ def finish(packed: Array, sink: Array | None) -> tuple[Array, Array]:
     return out, lse
 
 
-def merge_at(dtype: np.dtype[Any]) -> Any:
-    """Compiled merge of states of ``dtype``: (out address, source addresses, rows, width, address of `merge_room`)."""
+def _merge_at(dtype: np.dtype[Any]) -> Any:
+    """Compiled merge of states of ``dtype``: (out address, source addresses, rows, width, address of `_merge_room`)."""
     return _merge_double() if dtype.itemsize == 8 else _merge_single()
 
 
@@ -82,12 +85,24 @@ def finish_at(dtype: np.dtype[Any]) -> Any:
 
 @entry("void(int64, int64[::1], int64, int64, int64)")
 def _merge_single(out: int, sources: Array, rows: int, width: int, room: int) -> None:
-    _merge_rows(out, sources, rows, width, room, np.float32)
+    _merge_rows(out, sources.ctypes.data, sources.size, rows, width, room, np.float32)
 
 
 @entry("void(int64, int64[::1], int64, int64, int64)")
 def _merge_double(out: int, sources: Array, rows: int, width: int, room: int) -> None:
-    _merge_rows(out, sources, rows, width, room, np.float64)
+    _merge_rows(out, sources.ctypes.data, sources.size, rows, width, room, np.float64)
+
+
+@part(MERGE)
+def merge_part_single(out: int, sources: int, count: int, rows: int, width: int, room: int) -> None:
+    """Merge in float32."""
+    _merge_rows(out, sources, count, rows, width, room, np.float32)
+
+
+@part(MERGE)
+def merge_part_double(out: int, sources: int, count: int, rows: int, width: int, room: int) -> None:
+    """Merge in float64."""
+    _merge_rows(out, sources, count, rows, width, room, np.float64)
 
 
 @entry("void(int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -101,40 +116,40 @@ def _finish_double(out: int, lse: int, packed: int, sink: int, rows: int, heads:
 
 
 @inline
-def _merge_rows(out: int, sources: Array, rows: int, width: int, room: int, dtype: Any) -> None:
-    """Merge row by row, each collected apart from ``out``; ``room`` is `merge_room` bytes."""
-    weights = pointer(room, np.float64)
-    count, size = sources.size, width * itemsize(dtype)
+def _merge_rows(out: int, addresses: int, count: int, rows: int, width: int, room: int, dtype: Any) -> None:
+    """Merge row by row, each collected apart from ``out``; ``room`` is `_merge_room` bytes."""
+    weights, sources = pointer(room, np.float64), pointer(addresses, np.int64)
+    size = width * itemsize(dtype)
     merged = pointer(room + 8 * rows * count, dtype)
     for row in range(rows):
-        _differences(room + 8 * row * count, sources, row * size, width - 2, dtype)
+        _differences(room + 8 * row * count, sources, count, row * size, width - 2, dtype)
     for each in range(rows * count):  # all at once, so that they vectorise
         weights[each] = exp(weights[each])
     for row in range(rows):
-        highest, _ = _highest(sources, row * size, width - 1, dtype)
+        highest, _ = _highest(sources, count, row * size, width - 1, dtype)
         merged[width - 1] = highest
-        _merge_row(merged, sources, room + 8 * row * count, row * size, width - 1, dtype)
+        _merge_row(merged, sources, count, room + 8 * row * count, row * size, width - 1, dtype)
         target = pointer(out + row * size, dtype)
         for j in range(width):
             target[j] = merged[j]
 
 
 @inline
-def _differences(to: int, sources: Array, offset: int, at: int, dtype: Any) -> None:
+def _differences(to: int, sources: Any, count: int, offset: int, at: int, dtype: Any) -> None:
     """Write each source's m less the largest; one live source alone keeps its bits, even where m - m is NaN."""
-    highest, live = _highest(sources, offset, at + 1, dtype)
+    highest, live = _highest(sources, count, offset, at + 1, dtype)
     differences = pointer(to, np.float64)
-    for index in range(sources.size):
+    for index in range(count):
         row = pointer(sources[index] + offset, dtype)
         differences[index] = np.float64(row[at + 1] - highest) if live > 1 else 0.0
 
 
 @inline
-def _merge_row(merged: Any, sources: Array, weights: int, offset: int, width: int, dtype: Any) -> None:
+def _merge_row(merged: Any, sources: Any, count: int, weights: int, offset: int, width: int, dtype: Any) -> None:
     # `width` counts o and l, which are summed alike; m stands behind them
     factors = pointer(weights, np.float64)
     started = False
-    for index in range(sources.size):
+    for index in range(count):
         row = pointer(sources[index] + offset, dtype)
         if row[width - 1] != 0:
             _add_row(merged, row, dtype(factors[index]), width, started)
@@ -155,12 +170,12 @@ def _add_row(merged: Any, row: Any, weight: Any, width: int, started: bool) -> N
 
 
 @inline
-def _highest(sources: Array, offset: int, width: int, dtype: Any) -> tuple[Any, int]:
+def _highest(sources: Any, count: int, offset: int, width: int, dtype: Any) -> tuple[Any, int]:
     """Largest m of the sources that hold keys (NaN if one is), and how many they are."""
     highest = dtype(-np.inf)
     live = 0
-    for source in sources:
-        row = pointer(source + offset, dtype)
+    for index in range(count):
+        row = pointer(sources[index] + offset, dtype)
         if row[width - 1] != 0:
             m = row[width]
             live += 1

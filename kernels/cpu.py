@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from array import array
+import math
 from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import cast, narrow_dtype
+from treeattn.arrays import narrow_dtype
 from treeattn.inputs import Args, Spec
 from treeattn.kernels import streaming
-from treeattn.kernels.call import BLOCK, CALL, STORAGES, Call
-from treeattn.kernels.combine import merge_at, merge_room
+from treeattn.kernels.array_objects import check_objects
+from treeattn.kernels.call import CALL, STORAGES
+from treeattn.kernels.combine import merge_part_double, merge_part_single
 from treeattn.kernels.loads import padded, stored_bytes
 from treeattn.kernels.many_rows import whole_rows
-from treeattn.kernels.processors import thread_count
 from treeattn.kernels.specialisations import (
     has_many_rows,
     k_strip,
@@ -27,18 +26,13 @@ from treeattn.kernels.specialisations import (
     tile_tokens,
     v_strip,
 )
-from treeattn.kernels.threads import run_on_threads
+from treeattn.kernels.step import run_step
+from treeattn.kernels.streaming import LINE, workspace_bytes
+from treeattn.kernels.threads import look_again, team
 
 __all__ = ["StreamingCall", "address", "prepare"]
 
 Array: TypeAlias = npt.NDArray[Any]
-
-LEAST_SPLIT, MOST_SPLITS, ENOUGH_TASKS = 2048, 32, 256
-"""Keys that are worth a task; parts that a head's keys are cut into at most, and none for more tasks than this.
-They depend on shapes alone, so that the bits of the result don't depend on the threads."""
-
-BYTES_PER_THREAD = 1 << 18
-"""Waking another thread costs as much as reading about this much."""
 
 
 def prepare(spec: Spec) -> StreamingCall:
@@ -50,69 +44,92 @@ class StreamingCall:
     """The streaming kernel for one spec: ``call(args, out)`` fills the packed state ``out`` (B, Hq, Tq, Dv + 2)."""
 
     def __init__(self, spec: Spec) -> None:
-        self._spec = spec
-        self._dtype = np.dtype(spec.state_dtype)
-        self._stream = (streaming.stream_double if self._dtype.itemsize == 8 else streaming.stream_single)()
-        self._merge = merge_at(self._dtype)
-        self._tile = tile_tokens(spec)
-        self._tiles = -(-spec.q_tokens // self._tile)
-        self._fields = self._fixed_fields()
-        rows = self._tile * spec.group
-        rows = whole_rows(rows) if has_many_rows(spec) else rows
-        self._scratch = streaming.workspace_bytes(rows, spec.head_dim, spec.v_head_dim, self._dtype.itemsize)
-        bytes_per_row = sum(kv.width * narrow_dtype(kv.storage).itemsize for kv in stored(spec))
-        self._bytes_per_key = spec.batch * spec.kv_heads * self._tiles * bytes_per_row
+        check_objects()
+        self._fixed = _fixed_record(spec)
+        self._address, self._run = address(self._fixed), run_step()
+        look_again()
 
     def __call__(self, args: Args, out: Array) -> Array:
         """Compute one step; only the arrays and the number of keys may differ from the spec's."""
-        split, splits = self._splits(args.kv_tokens)
-        states = out if splits == 1 else np.empty((splits, *out.shape), self._dtype)
-        q = cast(args.q, self._dtype)
-        fields = self._fields.copy()
-        _fill(fields, args, q)
-        fields[SPLIT : SPLIT + 4] = split, splits, address(states), out.nbytes
-        record = array("q", fields)
-        place = record.buffer_info()[0]
-        threads = min(thread_count(), 1 + self._bytes_per_key * args.kv_tokens // BYTES_PER_THREAD)
-        run_on_threads(lambda: self._stream(place, _workspace(self._scratch)), threads)
-        if splits > 1:
-            sources = np.arange(splits) * out.nbytes + address(states)
-            width = out.shape[-1]
-            room = merge_room(splits, out.size // width, width)
-            self._merge(address(out), sources, out.size // width, width, address(room))
+        try:
+            memory = _unused.pop()
+        except IndexError:
+            memory = Memory(0)
+        while (needed := self._step(args, out, memory)) > memory.size:
+            memory = Memory(needed)
+        _unused.append(memory)
         return out
 
-    def _splits(self, kv_tokens: int) -> tuple[int, int]:
-        """Give the keys per split, whole blocks of them, and the number of splits."""
-        tasks = max(1, self._spec.batch * self._spec.cut_heads * self._tiles)
-        wanted = min(MOST_SPLITS, -(-ENOUGH_TASKS // tasks), max(1, kv_tokens // LEAST_SPLIT))
-        split = max(1, -(-kv_tokens // (wanted * BLOCK))) * BLOCK
-        return split, max(1, -(-kv_tokens // split))
+    def _step(self, args: Args, out: Array, memory: Memory) -> int:
+        """Compute one step if there is enough memory; give the bytes that it takes."""
+        board, threads = team()
+        needed: int = self._run(
+            self._address, memory.address, memory.size, board, threads, id(None), id(out), id(args.q), id(args.k),
+            id(args.v), id(args.q_pos), id(args.kv_pos), id(args.kv_len), id(args.mask), id(args.k_scale),
+            id(args.v_scale), args.k_block, args.v_block,
+        )  # fmt: skip
+        return needed
 
-    def _fixed_fields(self) -> list[int]:
-        """Give the fields of everything that stays from step to step, as integers; the rest is 0."""
-        spec, call = self._spec, np.zeros(1, CALL)
-        left, right = spec.window or (None, None)
-        for name, value in {
-            "softcap": spec.softcap or 0.0,
-            "batch": spec.batch,
-            "kv_heads": spec.kv_heads,
-            "group": spec.group,
-            "q_tokens": spec.q_tokens,
-            "head_dim": spec.head_dim,
-            "v_head_dim": spec.v_head_dim,
-            "tile": self._tile,
-            "tiles": self._tiles,
-            "causal": spec.causal,
-            "left": -1 if left is None else left,
-            "right": -1 if right is None else right,
-            "mask_additive": spec.mask == "float",
-            **_stored_fields(spec),
-            **{name: part() for name, part in parts_of(spec).items()},
-        }.items():
-            call[name] = value
-        numbers: list[int] = call.view(np.int64).tolist()
-        return numbers
+
+class Memory:
+    """Room to work in, on a cache line, that one call has at a time."""
+
+    __slots__ = ("_bytes", "address", "size")
+
+    def __init__(self, size: int) -> None:
+        self._bytes = np.empty(size + LINE, np.uint8)
+        self.address, self.size = -(-address(self._bytes) // LINE) * LINE, size
+
+
+_unused: list[Memory] = []
+"""What no call is using now. Taking from a list and giving back are one operation each, safe between threads."""
+
+
+def _fixed_record(spec: Spec) -> Array:
+    """Give a call's record with everything that stays from step to step; the rest is 0."""
+    call = np.zeros(1, CALL)
+    for name, value in {**_shape_fields(spec), **_stored_fields(spec), **_part_fields(spec)}.items():
+        call[name] = value
+    return call
+
+
+def _shape_fields(spec: Spec) -> dict[str, float]:
+    left, right = spec.window or (None, None)
+    tile, size = tile_tokens(spec), np.dtype(spec.state_dtype).itemsize
+    tiles, rows = -(-spec.q_tokens // tile), tile * spec.group
+    bytes_per_row = sum(kv.width * narrow_dtype(kv.storage).itemsize for kv in stored(spec))
+    return {
+        "softcap": spec.softcap or 0.0,
+        "batch": spec.batch,
+        "kv_heads": spec.kv_heads,
+        "group": spec.group,
+        "q_tokens": spec.q_tokens,
+        "head_dim": spec.head_dim,
+        "v_head_dim": spec.v_head_dim,
+        "tile": tile,
+        "tiles": tiles,
+        "tasks_to_cut": max(1, spec.batch * spec.cut_heads * tiles),
+        "bytes_per_key": spec.batch * spec.kv_heads * tiles * bytes_per_row,
+        "states_s": math.prod(spec.packed_shape) * size,
+        "q_storage": STORAGES.index(spec.q_dtype),
+        "causal": spec.causal,
+        "left": -1 if left is None else left,
+        "right": -1 if right is None else right,
+        "mask_additive": spec.mask == "float",
+        "workspace": workspace_bytes(
+            whole_rows(rows) if has_many_rows(spec) else rows, spec.head_dim, spec.v_head_dim, size
+        ),
+    }
+
+
+def _part_fields(spec: Spec) -> dict[str, int]:
+    """Addresses of the compiled parts."""
+    double = spec.state_dtype == "float64"
+    parts = parts_of(spec) | {
+        "stream": streaming.stream_double if double else streaming.stream_single,
+        "merge": merge_part_double if double else merge_part_single,
+    }
+    return {name: part() for name, part in parts.items()}
 
 
 def address(values: Array | None) -> int:
@@ -152,31 +169,3 @@ def _float8_values(storage: str) -> Array | None:
     if not storage.startswith("float8"):
         return None
     return np.arange(256, dtype=np.uint8).view(narrow_dtype(storage)).astype(np.float32)
-
-
-FIELDS = list(Call.__annotations__)
-SPLIT = FIELDS.index("split")  # followed by splits, states and states_s
-KV_TOKENS, K_BLOCK, V_BLOCK, KV_LEN = (FIELDS.index(name) for name in ("kv_tokens", "k_block", "v_block", "kv_len"))
-ARRAYS = [FIELDS.index(name) for name in ("q", "k", "v", "k_scale", "v_scale", "q_pos", "kv_pos", "mask")]
-"""Where in a record the fields of a step are; an array's address is followed by its strides."""
-
-
-def _fill(fields: list[int], args: Args, q: Array) -> None:
-    """Write one step's sizes, addresses and strides into its record."""
-    fields[KV_TOKENS], fields[KV_LEN] = args.kv_tokens, address(args.kv_len)
-    fields[K_BLOCK], fields[V_BLOCK] = args.k_block, args.v_block
-    arrays = (q, args.k, args.v, args.k_scale, args.v_scale, args.q_pos, args.kv_pos, args.mask)
-    for each, first in zip(arrays, ARRAYS, strict=True):
-        if each is not None:
-            fields[first : first + each.ndim + 1] = address(each), *each.strides
-
-
-_memory = threading.local()
-
-
-def _workspace(length: int) -> int:
-    """Address of at least ``length`` bytes that belong to this thread."""
-    memory: Array | None = getattr(_memory, "bytes", None)
-    if memory is None or memory.nbytes < length:
-        memory = _memory.bytes = np.zeros(length, np.uint8)
-    return address(memory)

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from treeattn.kernels.call import Call, Task
 from treeattn.kernels.compilation import inline
-from treeattn.kernels.loads import order
 from treeattn.kernels.many_scores import KEYS
 from treeattn.kernels.many_values import ROWS
-from treeattn.kernels.memory import call_part, itemsize, pointer
+from treeattn.kernels.memory import call_part, itemsize
 from treeattn.kernels.vectors import LANES
 from treeattn.kernels.visibility import SOME
 
-__all__ = ["CHUNK", "do_chunks", "gather_column", "whole_rows"]
+__all__ = ["CHUNK", "do_chunks", "whole_rows"]
 
 CHUNK = 64
 """Keys that are scored, weighed and summed at a time: their rows fit the second-level cache beside those fetched."""
@@ -29,19 +26,6 @@ def whole_rows(rows: int) -> int:
     """Rows that working buffers have: whole vectors and tiles of them."""
     unit = max(LANES, ROWS)
     return -(-rows // unit) * unit
-
-
-@inline
-def gather_column(call: Call, source: int, target: int, dtype: Any) -> None:
-    """Write one query down the columns, in the order in which keys are loaded; ``target`` is its place in the first."""
-    if call.pairs:
-        for j in range(call.head_dim):
-            upper = pointer(source + j * call.q_d, np.uint32)[0] >> np.uint32(16)
-            pointer(target + j // 2 * call.many, np.uint16)[j % 2] = upper
-    else:
-        for j in range(call.head_dim):
-            place = target + order(j, call.k_paired) * call.many
-            pointer(place, dtype)[0] = pointer(source + j * call.q_d, dtype)[0]
 
 
 @inline

@@ -6,15 +6,29 @@ and read-only flag, and addresses have none of these.
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from llvmlite import ir
 from numba import types as _types
+from numba.core import cgutils as _cgutils
 from numba.extending import intrinsic
 
 types: Any = _types  # untyped: so are the functions made of them
+cgutils: Any = _cgutils
 
-__all__ = ["call_part", "fence", "itemsize", "load_acquire", "next_task", "pointer", "store_release"]
+__all__ = [
+    "add_at",
+    "call_part",
+    "fence",
+    "itemsize",
+    "load_acquire",
+    "next_task",
+    "pause",
+    "pointer",
+    "store_release",
+    "swap_if",
+]
 
 
 def _pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
@@ -71,6 +85,35 @@ def _store_release(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
+def _add_at(typingctx: Any, address: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", at, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+def _swap_if(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        found = builder.cmpxchg(at, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+def _pause(typingctx: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if platform.machine() in ("x86_64", "AMD64"):
+            void = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, void, "llvm.x86.sse2.pause"), [])
+        else:
+            builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 def _fence(typingctx: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -98,6 +141,15 @@ load_acquire: Any = intrinsic(_load_acquire)
 
 store_release: Any = intrinsic(_store_release)
 """``store_release(address, value)`` stores an int64 there, after all that was written before."""
+
+add_at: Any = intrinsic(_add_at)
+"""``add_at(address, value)`` adds to the int64 there, at once for all threads, and gives what it was before."""
+
+swap_if: Any = intrinsic(_swap_if)
+"""``swap_if(address, expected, value)`` replaces the int64 there if it is ``expected``, and tells whether it was."""
+
+pause: Any = intrinsic(_pause)
+"""``pause()`` rests for a moment, in a loop that waits for another thread."""
 
 fence: Any = intrinsic(_fence)
 """``fence()``: what was stored before it is there for others before anything behind it is read."""

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from treeattn.kernels.call import BLOCK, BUFFERS, TASK, Call, Task, call_at, task_at
-from treeattn.kernels.compilation import entry, inline
+from treeattn.kernels.compilation import inline, part
 from treeattn.kernels.loads import order, padded
-from treeattn.kernels.many_rows import do_chunks, gather_column
+from treeattn.kernels.many_rows import do_chunks
 from treeattn.kernels.many_scores import KEYS
-from treeattn.kernels.memory import call_part, itemsize, next_task, pointer
+from treeattn.kernels.memory import add_at, call_part, itemsize, next_task, pointer
+from treeattn.kernels.queries import gather_column, gather_row
 from treeattn.kernels.values import STRIP
 from treeattn.kernels.vectors import LANES
 from treeattn.kernels.visibility import ALL, NONE, row_keys
@@ -26,18 +27,21 @@ __all__ = ["buffer_bytes", "stream_double", "stream_single", "workspace_bytes"]
 LINE = 64
 """Bytes of a cache line, and of the widest vector."""
 
+MOST_SPLITS = 32
+"""Parts that a head's keys are cut into at most."""
+
 TASK_BYTES = TASK.itemsize
 
 STREAM = "void(int64, int64)"
 
 
-@entry(STREAM)
+@part(STREAM)
 def stream_single(call: int, workspace: int) -> None:
     """Do tasks of the call at an address, in this thread's workspace, until none is left; sums are float32."""
     _stream(call, workspace, np.float32)
 
 
-@entry(STREAM)
+@part(STREAM)
 def stream_double(call: int, workspace: int) -> None:
     """Do tasks with sums in float64."""
     _stream(call, workspace, np.float64)
@@ -65,6 +69,7 @@ def buffer_bytes(rows: int, q_row: int, sums_row: int, size: int) -> tuple[int, 
         block,
         rows * BLOCK,
         rows * size,
+        8 * (rows * MOST_SPLITS + sums_row // size + 2 + MOST_SPLITS),
     )
 
 
@@ -110,6 +115,8 @@ def _do_task(call: Call, task: Task, address: int, index: int, dtype: Any) -> No
         task.start, task.keys = start, min(BLOCK, stop - start)
         _do_block(call, task, address, dtype)
     _store(call, task, call.states + split * call.states_s, dtype)
+    if call.splits > 1 and add_at(call.ended + 8 * (index // call.splits), 1) == call.splits - 1:
+        _merge_splits(call, task, itemsize(dtype))
 
 
 @inline
@@ -127,20 +134,8 @@ def _begin(call: Call, task: Task, dtype: Any) -> None:
         if call.many:
             gather_column(call, source, task.q + row * itemsize(dtype), dtype)
         else:
-            _gather_query(call, source, task.q + row * call.q_row, dtype)
+            gather_row(call, source, task.q + row * call.q_row, dtype)
         m[row], l[row] = -np.inf, 0
-
-
-@inline
-def _gather_query(call: Call, source: int, target: int, dtype: Any) -> None:
-    """Write one query in the order in which keys are loaded; as bfloat16, which it then is, for products of pairs."""
-    if call.pairs:
-        for j in range(call.head_dim):
-            pointer(target, np.uint16)[j] = pointer(source + j * call.q_d, np.uint32)[0] >> np.uint32(16)
-    else:
-        into = pointer(target, dtype)
-        for j in range(call.head_dim):
-            into[order(j, call.k_paired)] = pointer(source + j * call.q_d, dtype)[0]
 
 
 @inline
@@ -220,3 +215,15 @@ def _store(call: Call, task: Task, states: int, dtype: Any) -> None:
         for j in range(width):
             state[j] = sums[order(j, call.v_paired)] * unit
         state[width], state[width + 1] = l[row], m[row]
+
+
+@inline
+def _merge_splits(call: Call, task: Task, size: int) -> None:
+    """Merge a tile's splits, as the thread that has ended the last of them; in their order, whoever was last."""
+    width, heads = call.v_head_dim + 2, call.kv_heads * call.group
+    sources = task.merging + 8 * (task.tokens * call.splits + width)
+    for head in range(task.h * call.group, (task.h + 1) * call.group):
+        at = ((task.b * heads + head) * call.q_tokens + task.first) * width * size
+        for split in range(call.splits):
+            pointer(sources, np.int64)[split] = call.states + split * call.states_s + at
+        call_part(call.merge, (call.out + at, sources, call.splits, task.tokens, width, task.merging))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn.inputs import Options, resolve
-from treeattn.kernels import threads
+from treeattn.kernels import array_objects, cpu, threads
 from treeattn.kernels.plain import partial as plain_partial
 from treeattn.kernels.specialisations import parts_of, specialisations
 from treeattn.testing.oracle import assert_attention, assert_close, dense
@@ -320,17 +322,34 @@ def test_offsets_beyond_31_bits(tmp_path):
 class TestThreads:
     """The project's own threads."""
 
+    @pytest.fixture(autouse=True)
+    def looks_again_afterwards(self):
+        yield
+        threads.look_again()
+
+    def set_threads(self, monkeypatch, count):
+        monkeypatch.setenv("TREEATTN_THREADS", str(count))
+        threads.look_again()
+
     def test_bits_do_not_depend_on_their_number(self, monkeypatch):
         q, k, v = standard(tokens=9000)
         found = set()
-        for count in ("1", "2", "3", "7"):
-            monkeypatch.setenv("TREEATTN_THREADS", count)
+        for count in (1, 2, 3, 7):
+            self.set_threads(monkeypatch, count)
             found.add(treeattn.partial_attention(q, k, v).packed.tobytes())
+            assert threads.team()[1] == count
         assert len(found) == 1
 
-    def test_several_python_threads_may_call_at_once(self, monkeypatch):
-        monkeypatch.setenv("TREEATTN_THREADS", "3")
-        inputs = [standard(seed=seed) for seed in range(6)]
+    def test_a_change_of_their_number_is_seen_after_some_calls(self, monkeypatch):
+        self.set_threads(monkeypatch, 2)
+        assert threads.team()[1] == 2
+        monkeypatch.setenv("TREEATTN_THREADS", "1")
+        assert [threads.team()[1] for _ in range(threads.CALLS_TO_A_LOOK)][-1] == 1
+
+    @pytest.mark.parametrize("callers", [6, threads.SLOTS + 4])
+    def test_several_python_threads_may_call_at_once(self, monkeypatch, callers):
+        self.set_threads(monkeypatch, 3)
+        inputs = [standard(seed=seed) for seed in range(callers)]
         expected = [treeattn.attention(*given) for given in inputs]
         wrong = []
 
@@ -339,7 +358,7 @@ class TestThreads:
             if got != {expected[index].tobytes()}:
                 wrong.append(index)
 
-        workers = [threading.Thread(target=work, args=(index,)) for index in range(6)]
+        workers = [threading.Thread(target=work, args=(index,)) for index in range(callers)]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -348,25 +367,80 @@ class TestThreads:
         assert not wrong
 
     def test_a_forked_child_has_threads_of_its_own(self, monkeypatch):
-        monkeypatch.setenv("TREEATTN_THREADS", "2")
+        self.set_threads(monkeypatch, 2)
         q, k, v = standard(tokens=9000)
         expected = treeattn.attention(q, k, v).tobytes()
         child = os.fork()
         if child == 0:
             same = treeattn.attention(q, k, v).tobytes() == expected
-            os._exit(0 if same else 1)
+            os._exit(0 if same and threading.active_count() == 2 else 1)
         assert os.waitpid(child, 0)[1] == 0
 
-    def test_an_error_in_a_helper_is_raised(self):
-        here, both = threading.get_ident(), threading.Barrier(2, timeout=20)
+    def test_a_call_does_what_helpers_that_do_not_come_would_do(self, monkeypatch):
+        q, k, v = standard(tokens=9000)
+        expected = treeattn.attention(q, k, v).tobytes()
+        nobody = threads.Board()
+        monkeypatch.setattr(cpu, "team", lambda: (nobody.address, 3))
+        for _ in range(2 * threads.SLOTS):
+            assert treeattn.attention(q, k, v).tobytes() == expected
 
-        def work():
-            both.wait()
-            if threading.get_ident() != here:
-                raise MemoryError
+    def test_helpers_that_were_dismissed_are_done_without(self, monkeypatch):
+        q, k, v = standard(tokens=9000)
+        expected = treeattn.attention(q, k, v).tobytes()
+        board = threads.Board()
+        board.gather(2)
+        monkeypatch.setattr(cpu, "team", lambda: (board.address, 3))
+        assert treeattn.attention(q, k, v).tobytes() == expected
+        board.dismiss()
+        board.gather(2)
+        assert not any(helper.is_alive() for helper in board._helpers)
+        assert treeattn.attention(q, k, v).tobytes() == expected
 
-        with pytest.raises(MemoryError):
-            threads.run_on_threads(work, 2)
+    def test_signals_are_heard_between_calls(self, monkeypatch):
+        self.set_threads(monkeypatch, 2)
+        q, k, v = standard(tokens=9000)
+        expected, heard = treeattn.attention(q, k, v).tobytes(), []
+        before = signal.signal(signal.SIGALRM, lambda *_: heard.append(True))
+        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+        try:
+            while len(heard) < 10:
+                assert treeattn.attention(q, k, v).tobytes() == expected
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def test_a_program_may_end_while_a_thread_still_calls(self):
+        program = "import numpy as np, threading, treeattn\n" + inspect.getsource(standard) + AT_THE_END
+        process = run_program(program, TREEATTN_THREADS="2")
+        assert process.communicate(timeout=60)[0].split() == ["done"]
+        assert process.returncode == 0
+
+
+AT_THE_END = """
+inputs = standard(tokens=9000)
+treeattn.attention(*inputs)
+def call():
+    while True:
+        treeattn.attention(*inputs)
+threading.Thread(target=call, daemon=True).start()
+for _ in range(20):
+    treeattn.attention(*inputs)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("array", [np.zeros((2, 3, 4), np.int8)[:, ::-2], np.zeros(5).T, np.zeros((0, 2, 1, 3))])
+def test_compiled_code_reads_array_objects(array):
+    found = np.full(6, -1)
+    array_objects._look()(id(array), id(None), found)
+    assert found[: array.ndim + 1].tolist() == [array.__array_interface__["data"][0], *array.strides]
+    assert found[-1] == len(array)
+
+
+def test_arrays_that_lie_elsewhere_in_their_objects_are_refused(monkeypatch):
+    monkeypatch.setattr(array_objects, "_look", lambda: lambda array, none, found: None)
+    with pytest.raises(RuntimeError, match="NumPy"):
+        array_objects.check_objects.__wrapped__()
 
 
 BITS = """

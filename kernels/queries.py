@@ -1,0 +1,52 @@
+"""Queries of any type and strides, gathered in the order in which keys are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from treeattn.kernels.call import STORAGES, Call
+from treeattn.kernels.compilation import inline
+from treeattn.kernels.loads import order
+from treeattn.kernels.memory import pointer
+from treeattn.kernels.narrow import widened
+
+__all__ = ["gather_column", "gather_row"]
+
+FLOAT64, BFLOAT16, FLOAT16 = (STORAGES.index(name) for name in ("float64", "bfloat16", "float16"))
+
+
+@inline
+def gather_row(call: Call, source: int, target: int, dtype: Any) -> None:
+    """Write one query; as bfloat16, which it then is, for products of pairs."""
+    if call.pairs:
+        for j in range(call.head_dim):
+            pointer(target, np.uint16)[j] = pointer(source + j * call.q_d, np.uint16)[0]
+    else:
+        for j in range(call.head_dim):
+            pointer(target, dtype)[order(j, call.k_paired)] = _number(call, source + j * call.q_d, dtype)
+
+
+@inline
+def gather_column(call: Call, source: int, target: int, dtype: Any) -> None:
+    """Write one query down the columns of many rows; ``target`` is its place in the first."""
+    if call.pairs:
+        for j in range(call.head_dim):
+            pointer(target + j // 2 * call.many, np.uint16)[j % 2] = pointer(source + j * call.q_d, np.uint16)[0]
+    else:
+        for j in range(call.head_dim):
+            place = target + order(j, call.k_paired) * call.many
+            pointer(place, dtype)[0] = _number(call, source + j * call.q_d, dtype)
+
+
+@inline
+def _number(call: Call, address: int, dtype: Any) -> Any:
+    """Give the stored number at an address; casts to a wider type are exact."""
+    if call.q_storage == BFLOAT16:
+        return dtype(widened(pointer(address, np.uint16)[0]))
+    if call.q_storage == FLOAT16:
+        return dtype(widened(pointer(address, np.int16)[0]))
+    if call.q_storage == FLOAT64:
+        return dtype(pointer(address, np.float64)[0])
+    return dtype(pointer(address, np.float32)[0])
