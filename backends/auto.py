@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from treeattn.backends.base import Backend, Prepared
+from treeattn.backends.base import Attend, Backend, Prepared
 from treeattn.inputs import Args, Spec
 from treeattn.state import StateOps
 
@@ -38,6 +38,10 @@ class AutoBackend(Backend):
     def prepare(self, spec: Spec) -> Prepared:
         """Give the chosen backend's kernel."""
         return self.chosen.prepare(spec)
+
+    def prepare_attention(self, spec: Spec) -> Attend:
+        """Give the chosen backend's."""
+        return self.chosen.prepare_attention(spec)
 
     def energy(self, spec: Spec, args: Args, zeta: Any) -> Any:
         """Give the chosen backend's."""

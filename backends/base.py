@@ -29,7 +29,8 @@ A backend says which kernels run for a call, and how the states they make are me
    memory: they wait for that one stream, by event. ``ops.direct`` is "", or names device memory that a GPU-aware MPI
    may be given as it is, with the methods of `treeattn.direct.DirectOps`; those of `treeattn.cards.Card` let cards be
    joined by NCCL, and those of `treeattn.peer_memory.PeerCard` let them read each other's memory.
-7. Override `energy` where arrays live on a device; host arrays are served by the default.
+7. Override `prepare_attention` where one call is faster at both computing and finishing, with the same bits, and
+   `energy` where arrays live on a device; host arrays are served by the default.
 8. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
    ``treeattn.backends``, the class under the backend's name; in ``pyproject.toml``::
 
@@ -55,10 +56,17 @@ if TYPE_CHECKING:
     from treeattn.inputs import Args, Spec
     from treeattn.state import StateOps
 
-__all__ = ["Backend", "Capabilities", "Prepared"]
+__all__ = ["Attend", "Backend", "Capabilities", "Prepared"]
 
 Prepared: TypeAlias = "Callable[[Args, Any], Any]"
 """``prepared(args, out)``: fills the packed buffer ``out`` (B, Hq, Tq, Dv + 2) with the state of this call's keys."""
+
+Attend: TypeAlias = "Callable[[Args, Any, bool], tuple[Any, Any]]"
+"""``attend(args, sink, return_lse)``: gives out and lse of a call whose keys are all there are.
+
+``sink`` is as `StateOps.finish` takes it. ``out`` (B, Hq, Tq, Dv) is of the state's dtype or q's; ``lse`` (B, Hq, Tq)
+is of the state's, and may be None where it is not wanted.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,17 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, spec: Spec) -> Prepared:
         """Give a function that computes partial states for calls described by ``spec``."""
+
+    def prepare_attention(self, spec: Spec) -> Attend:
+        """Give a function that computes and finishes calls described by ``spec``, whose keys are all there are."""
+        prepared, ops = self.prepare(spec), self.ops
+
+        def attend(args: Args, sink: Any, return_lse: bool) -> tuple[Any, Any]:
+            packed = ops.empty(spec.packed_shape, spec.state_dtype)
+            prepared(args, packed)
+            return ops.finish(packed, sink)
+
+        return attend
 
     def energy(self, spec: Spec, args: Args, zeta: Any) -> Any:
         """Compute ``log sum exp(logit + zeta.v)``, (B, Hq, Tq) of the state's dtype; zeta is (B, Hq, Tq, Dv)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treeattn.backends.base import Backend, Prepared
+from treeattn.backends.base import Attend, Backend, Prepared
 from treeattn.backends.host import HostOps, host_reasons
 from treeattn.inputs import Spec
 
@@ -26,3 +26,9 @@ class CpuBackend(Backend):
         from treeattn.kernels import cpu  # here: states can be merged without the kernel
 
         return cpu.prepare(spec)
+
+    def prepare_attention(self, spec: Spec) -> Attend:
+        """Compile the streaming kernel for ``spec``, or load it; its last thread finishes."""
+        from treeattn.kernels import cpu  # as above
+
+        return cpu.prepare(spec).attend

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -159,7 +158,7 @@ class DeviceBackend(Backend):
             elif (there := getattr(array.data, "device_id", here)) != here:
                 expected = f"an array on card {here}, which this process computes on"
                 raise InputError.of(name, expected=expected, got=f"one on card {there}")
-        return replace(args, **moved) if moved else args
+        return args._replace(**moved) if moved else args
 
     def _upload(self, array: Any) -> Any:
         """Copy an array once, without the repetitions of its broadcast axes."""

@@ -54,6 +54,7 @@ class Call:
     states: int
     states_s: int
     out: int
+    out_storage: int  # type of the answer, where one is wanted
     ended: int  # counters of splits that are done, one for each tile of each head
     # how a task's working rows lie: bytes from one to the next, and the order of their elements
     q_row: int
@@ -122,6 +123,7 @@ class Call:
     # addresses of the compiled parts, and of the 256 values of a float8 type; without `see` every key is seen
     stream: int
     merge: int
+    finish: int
     see: int
     widen_k: int
     widen_v: int

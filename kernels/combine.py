@@ -7,21 +7,41 @@ processor. Source: arXiv 2408.04093, section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.kernels.array_objects import check_objects, data_of, length_of
+from treeattn.kernels.call import STORAGES
 from treeattn.kernels.compilation import entry, inline, part
 from treeattn.kernels.exponential import exp, log
 from treeattn.kernels.memory import itemsize, pointer
+from treeattn.kernels.narrow import narrowed
 
-__all__ = ["finish", "merge", "merge_part_double", "merge_part_single", "prepare_merge"]
+__all__ = [
+    "finish",
+    "finish_part_double",
+    "finish_part_single",
+    "merge",
+    "merge_part_double",
+    "merge_part_single",
+    "prepare_merge",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
 MERGE = "void(int64, int64, int64, int64, int64, int64)"
 """(out, address of the sources' addresses, number of sources, rows, width, room as `_merge_room` counts it)"""
+
+FINISH = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
+"""(out, index of its type, lse or 0, states with room for one more behind them, sink or 0, rows, heads, tokens, width)
+
+The room is used where out is of 16 bits, to which its rows are rounded.
+"""
+
+FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = (STORAGES.index(n) for n in ("float32", "float64", "bfloat16", "float16"))
 
 
 def merge(out: Array, sources: Sequence[Array]) -> None:
@@ -68,8 +88,7 @@ def finish(packed: Array, sink: Array | None) -> tuple[Array, Array]:
     batch, heads, tokens, width = packed.shape
     out = np.empty((batch, heads, tokens, width - 2), packed.dtype)
     lse = np.empty((batch, heads, tokens), packed.dtype)
-    sinks = 0 if sink is None else sink.ctypes.data
-    finish_at(packed.dtype)(out.ctypes.data, lse.ctypes.data, packed.ctypes.data, sinks, lse.size, heads, tokens, width)
+    _finish_at(packed.dtype)(id(None), id(out), id(lse), id(packed), id(sink))
     return out, lse
 
 
@@ -78,8 +97,10 @@ def _merge_at(dtype: np.dtype[Any]) -> Any:
     return _merge_double() if dtype.itemsize == 8 else _merge_single()
 
 
-def finish_at(dtype: np.dtype[Any]) -> Any:
-    """Compiled finish of states of ``dtype``: (out, lse, packed, sink or 0, rows, heads, tokens, width)."""
+@cache
+def _finish_at(dtype: np.dtype[Any]) -> Any:
+    """Compiled finish of states of ``dtype``, of the objects None, out, lse, packed, and sink or None."""
+    check_objects()
     return _finish_double() if dtype.itemsize == 8 else _finish_single()
 
 
@@ -105,14 +126,30 @@ def merge_part_double(out: int, sources: int, count: int, rows: int, width: int,
     _merge_rows(out, sources, count, rows, width, room, np.float64)
 
 
-@entry("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _finish_single(out: int, lse: int, packed: int, sink: int, rows: int, heads: int, tokens: int, width: int) -> None:
-    _finish_rows(out, lse, packed, sink, rows, heads, tokens, width, np.float32)
+@entry("void(int64, int64, int64, int64, int64)")
+def _finish_single(none: int, out: int, lse: int, packed: int, sink: int) -> None:
+    _finish_array(none, out, lse, packed, sink, np.float32)
 
 
-@entry("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _finish_double(out: int, lse: int, packed: int, sink: int, rows: int, heads: int, tokens: int, width: int) -> None:
-    _finish_rows(out, lse, packed, sink, rows, heads, tokens, width, np.float64)
+@entry("void(int64, int64, int64, int64, int64)")
+def _finish_double(none: int, out: int, lse: int, packed: int, sink: int) -> None:
+    _finish_array(none, out, lse, packed, sink, np.float64)
+
+
+@part(FINISH)
+def finish_part_single(
+    out: int, storage: int, lse: int, packed: int, sink: int, rows: int, heads: int, tokens: int, width: int
+) -> None:
+    """Finish states of float32."""
+    _finish_rows(out, storage, lse, packed, sink, rows, heads, tokens, width, np.float32)
+
+
+@part(FINISH)
+def finish_part_double(
+    out: int, storage: int, lse: int, packed: int, sink: int, rows: int, heads: int, tokens: int, width: int
+) -> None:
+    """Finish states of float64."""
+    _finish_rows(out, storage, lse, packed, sink, rows, heads, tokens, width, np.float64)
 
 
 @inline
@@ -185,16 +222,40 @@ def _highest(sources: Any, count: int, offset: int, width: int, dtype: Any) -> t
 
 
 @inline
+def _finish_array(none: int, out: int, lse: int, packed: int, sink: int, dtype: Any) -> None:
+    heads, tokens, width = length_of(packed, 1), length_of(packed, 2), length_of(packed, 3)
+    places = data_of(lse, none), data_of(packed, none), data_of(sink, none)
+    rows, storage = length_of(packed, 0) * heads * tokens, FLOAT64 if itemsize(dtype) == 8 else FLOAT32
+    _finish_rows(data_of(out, none), storage, *places, rows, heads, tokens, width, dtype)
+
+
+@inline
 def _finish_rows(
-    out: int, lse: int, packed: int, sink: int, rows: int, heads: int, tokens: int, width: int, dtype: Any
+    out: int, storage: int, lse: int, packed: int, sink: int, rows: int, heads: int, tokens: int, width: int, dtype: Any
 ) -> None:
-    size = itemsize(dtype)
+    """Finish row by row; ``storage`` is out's type, an address of 0 means that there is no lse or no sink."""
     sums, sinks = pointer(lse, dtype), pointer(sink, dtype)
+    size, room = itemsize(dtype), packed + rows * width * itemsize(dtype)
     for row in range(rows):
-        state = pointer(packed + row * width * size, dtype)
-        target = pointer(out + row * (width - 2) * size, dtype)
         extra = sinks[row // tokens % heads] if sink != 0 else dtype(-np.inf)
-        sums[row] = _finish_row(target, state, extra, width - 2, dtype)
+        state, at = pointer(packed + row * width * size, dtype), row * (width - 2)
+        if storage in (BFLOAT16, FLOAT16):
+            total = _finish_row(pointer(room, dtype), state, extra, width - 2, dtype)
+            _round_row(pointer(room, dtype), out + 2 * at, storage, width - 2)
+        else:
+            total = _finish_row(pointer(out + size * at, dtype), state, extra, width - 2, dtype)
+        if lse != 0:
+            sums[row] = total
+
+
+@inline
+def _round_row(row: Any, target: int, storage: int, width: int) -> None:
+    if storage == BFLOAT16:
+        for j in range(width):
+            pointer(target, np.uint16)[j] = narrowed(np.float32(row[j]), np.uint16)
+    else:
+        for j in range(width):
+            pointer(target, np.int16)[j] = narrowed(np.float32(row[j]), np.int16)
 
 
 @inline

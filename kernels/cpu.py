@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from treeattn.arrays import narrow_dtype
 from treeattn.inputs import Args, Spec
-from treeattn.kernels import streaming
+from treeattn.kernels import combine, streaming
 from treeattn.kernels.array_objects import check_objects
 from treeattn.kernels.call import CALL, STORAGES
-from treeattn.kernels.combine import merge_part_double, merge_part_single
 from treeattn.kernels.loads import padded, stored_bytes
 from treeattn.kernels.many_rows import whole_rows
 from treeattn.kernels.specialisations import (
@@ -47,26 +46,39 @@ class StreamingCall:
         check_objects()
         self._fixed = _fixed_record(spec)
         self._address, self._run = address(self._fixed), run_step()
+        batch, heads, tokens, width = spec.packed_shape
+        self._lse_shape, self._out_shape = (batch, heads, tokens), (batch, heads, tokens, width - 2)
+        self._dtype, self._out_dtype = np.dtype(spec.state_dtype), narrow_dtype(_out_dtype(spec))
         look_again()
 
     def __call__(self, args: Args, out: Array) -> Array:
         """Compute one step; only the arrays and the number of keys may differ from the spec's."""
+        self._work(args, out, None, None, None)
+        return out
+
+    def attend(self, args: Args, sink: Array | None, return_lse: bool) -> tuple[Array, Array | None]:
+        """Compute one step and finish it; see `treeattn.backends.base.Attend`."""
+        answer = np.empty(self._out_shape, self._out_dtype)
+        lse = np.empty(self._lse_shape, self._dtype) if return_lse else None
+        self._work(args, None, answer, lse, sink)
+        return answer, lse
+
+    def _work(self, args: Args, out: Array | None, answer: Array | None, lse: Array | None, sink: Array | None) -> None:
         try:
             memory = _unused.pop()
         except IndexError:
             memory = Memory(0)
-        while (needed := self._step(args, out, memory)) > memory.size:
+        results = id(None), id(out), id(answer), id(lse), id(sink)
+        while (needed := self._step(args, results, memory)) > memory.size:
             memory = Memory(needed)
         _unused.append(memory)
-        return out
 
-    def _step(self, args: Args, out: Array, memory: Memory) -> int:
+    def _step(self, args: Args, results: tuple[int, ...], memory: Memory) -> int:
         """Compute one step if there is enough memory; give the bytes that it takes."""
-        board, threads = team()
+        q, k, v, q_pos, kv_pos, kv_len, mask, k_scale, v_scale, k_block, v_block = args
         needed: int = self._run(
-            self._address, memory.address, memory.size, board, threads, id(None), id(out), id(args.q), id(args.k),
-            id(args.v), id(args.q_pos), id(args.kv_pos), id(args.kv_len), id(args.mask), id(args.k_scale),
-            id(args.v_scale), args.k_block, args.v_block,
+            self._address, memory.address, memory.size, *team(), *results, id(q), id(k), id(v), id(q_pos), id(kv_pos),
+            id(kv_len), id(mask), id(k_scale), id(v_scale), k_block, v_block,
         )  # fmt: skip
         return needed
 
@@ -112,6 +124,7 @@ def _shape_fields(spec: Spec) -> dict[str, float]:
         "bytes_per_key": spec.batch * spec.kv_heads * tiles * bytes_per_row,
         "states_s": math.prod(spec.packed_shape) * size,
         "q_storage": STORAGES.index(spec.q_dtype),
+        "out_storage": STORAGES.index(_out_dtype(spec)),
         "causal": spec.causal,
         "left": -1 if left is None else left,
         "right": -1 if right is None else right,
@@ -122,12 +135,18 @@ def _shape_fields(spec: Spec) -> dict[str, float]:
     }
 
 
+def _out_dtype(spec: Spec) -> str:
+    """Type that an answer is rounded to here: q's, unless sums are float64, which compiled code can't round to it."""
+    return spec.q_dtype if spec.state_dtype == "float32" else spec.state_dtype
+
+
 def _part_fields(spec: Spec) -> dict[str, int]:
     """Addresses of the compiled parts."""
     double = spec.state_dtype == "float64"
     parts = parts_of(spec) | {
         "stream": streaming.stream_double if double else streaming.stream_single,
-        "merge": merge_part_double if double else merge_part_single,
+        "merge": combine.merge_part_double if double else combine.merge_part_single,
+        "finish": combine.finish_part_double if double else combine.finish_part_single,
     }
     return {name: part() for name, part in parts.items()}
 

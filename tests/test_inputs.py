@@ -190,6 +190,50 @@ def test_the_spec_does_not_depend_on_the_number_of_keys():
     assert len(specs) == 1
 
 
+NEARLY = [
+    {"causal": 0},
+    {"scale": True},
+    {"softcap": True},
+    {"v": zeros(B, HKV, TK - 1, DV)},
+    {"q": zeros(B, HQ, TQ, D, dtype=int)},
+    {"k": zeros(B, HKV, TK, D + 1)},
+]
+
+
+@pytest.mark.parametrize("changes", NEARLY, ids=lambda changes: next(iter(changes)))
+def test_a_call_that_is_nearly_one_that_was_seen_is_checked_all_the_same(changes):
+    seen = {"scale": 1.0, "softcap": 1.0}
+    resolved(**seen)
+    with pytest.raises(InputError, match=f"^{next(iter(changes))}: expected"):
+        resolved(**{**seen, **changes})
+
+
+def test_calls_that_were_seen_differ_by_all_that_their_specs_say():
+    given, wide = arrays(), zeros(B, HQ, TQ, 2 * D)[..., ::2]
+    changes = [
+        {},
+        {"scale": 0.5},
+        {"softcap": 2.0},
+        {"q": given["q"].astype("f8")},
+        {"k": given["k"][..., ::-1]},
+        {"v": given["v"].astype("f2")},
+        {"causal": True},
+        {"layout": "bthd", **{name: array.swapaxes(1, 2) for name, array in given.items()}},
+    ]
+    first, again = ([resolved(**each)[0] for each in changes] for _ in "12")
+    assert first == again
+    assert len(set(first)) == len(changes)
+    assert resolved(q=wide)[0] == first[0]  # q's strides are the arrays', not the spec's
+
+
+def test_a_call_that_was_seen_runs_on_its_own_arrays():
+    resolved()
+    given = arrays()
+    _, args = resolved(**given)
+    assert all(args[i] is given["qkv"[i]] for i in range(3))
+    assert args[3:] == (None,) * 6 + (1, 1)
+
+
 @pytest.mark.parametrize("scale", [0.5, F32(0.5), np.float64(0.5), Fraction(1, 2)])
 def test_scale_is_any_real_number(scale):
     assert resolved(scale=scale)[0].scale == 0.5

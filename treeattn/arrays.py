@@ -78,6 +78,8 @@ def _hint(array: Array, dtypes: Iterable[str]) -> str:
 
 def cast(array: Array, dtype: npt.DTypeLike) -> Array:
     """Give ``array`` as ``dtype``, itself where it is; a value out of range becomes an infinity, silently."""
+    if array.dtype == dtype:
+        return array
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(dtype, copy=False)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -111,8 +111,7 @@ class Spec:
         return self.batch, self.q_heads, self.q_tokens, self.v_head_dim + 2
 
 
-@dataclass(frozen=True, slots=True)
-class Args:
+class Args(NamedTuple):
     """The arrays of one call, as (batch, heads, tokens, width) views.
 
     ``q_pos`` (B, Tq) and ``kv_pos`` (B, Tk) are int64 and set exactly when ``spec.positional``; ``kv_len`` (B,)
@@ -139,8 +138,7 @@ class Args:
         return int(self.k.shape[2])
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """The keyword options that ``attention``, ``partial_attention``, ``energy`` and ``decode`` share."""
 
     scale: float | None = None
@@ -165,6 +163,53 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
     InputError
         The first thing that is wrong, beginning with the argument's name.
     """
+    key = _plain_key(q, k, v, options)
+    if key is None:
+        return _resolve(q, k, v, options)
+    spec = _plain.get(key)
+    if spec is not None:
+        return spec, Args(q, k, v)
+    spec, args = _resolve(q, k, v, options)
+    if args.q is q and args.k is k and args.v is v:  # not swapped to this machine's byte order
+        if len(_plain) >= KEPT_SPECS:
+            _plain.clear()
+        _plain[key] = spec
+    return spec, args
+
+
+KEPT_SPECS = 256
+"""Specs of plain calls that are kept; each is what a loop repeats."""
+
+_plain: dict[tuple[Any, ...], Spec] = {}
+
+
+def _plain_key(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, ...] | None:
+    """Give all that decides a plain call's spec, and whether it is valid; None where there is more to look at.
+
+    The number of keys is not in it: a cache grows. Types are compared first, since 1 and True are equal.
+    """
+    scale, mask, causal, window, softcap, q_pos, kv_pos, kv_len, k_scale, v_scale, kv_dtype, layout = options
+    if not (
+        type(q) is type(k) is type(v) is np.ndarray
+        and mask is window is q_pos is kv_pos is kv_len is k_scale is v_scale is kv_dtype is None
+        and causal is False
+        and type(scale) in _NUMBER
+        and type(softcap) in _NUMBER
+        and type(layout) is str
+    ):
+        return None
+    shape, v_shape = k.shape, v.shape
+    tokens = -2 if layout == "bhtd" else -3
+    if len(shape) != 4 or shape[:3] != v_shape[:3]:
+        return None
+    unchanged = shape[:tokens] + shape[tokens + 1 :]
+    return (q.shape, q.dtype, unchanged, k.dtype, k.strides, v_shape[3:], v.dtype, v.strides, scale, softcap, layout)
+
+
+_NUMBER = (float, type(None))
+
+
+def _resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
     layout, kind = check_layout(options.layout), kind_of(q)
     q = to_bhtd(_four_axes("q", as_array("q", q, FLOAT_DTYPES), layout), layout)
     k = to_bhtd(_four_axes("k", _stored("k", k, options.kv_dtype), layout), layout)

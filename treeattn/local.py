@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_numpy
-from treeattn.backends.base import Backend, Prepared
-from treeattn.backends.registry import find, following
+from treeattn.backends.base import Attend, Backend, Prepared
+from treeattn.backends.registry import DEFAULT, find, following, load
 from treeattn.devices import fetch, give, kind_of, on_device
 from treeattn.errors import InputError
 from treeattn.inputs import Args, Options, Spec, resolve, to_bhtd
@@ -136,7 +136,8 @@ def attention(
     spec, args = resolve(q, k, v, options)
     _check_out(out, spec)
     sink = sink_logits(sink, spec.q_heads, spec.state_dtype, spec.on_device)
-    return deliver(run_backend(spec, args, backend), spec, sink, return_lse, out)
+    result, lse = _attending(backend_of(spec, backend), spec)(args, sink, return_lse)
+    return _hand_over(result, lse, spec, return_lse, out)
 
 
 def partial_attention(
@@ -307,13 +308,19 @@ def compute_state(
 
 def deliver(state: PartialState, spec: Spec, sink: Any = None, return_lse: bool = False, out: Any = None) -> Any:
     """Finish the state of all keys and hand over what the caller asked for, in his dtype, layout and kind."""
-    result, lse = state.ops.finish(state._packed, sink)
+    return _hand_over(*state.ops.finish(state._packed, sink), spec, return_lse, out)
+
+
+def _hand_over(result: Any, lse: Any, spec: Spec, return_lse: bool, out: Any) -> Any:
     if not spec.on_device:  # states that a GPU has computed from arrays of the host
-        result, lse = fetch(result), fetch(lse)
+        result, lse = fetch(result), lse if lse is None else fetch(lse)
     result = to_bhtd(result, spec.layout)
     if out is None:
-        result = cast(result, narrow_dtype(spec.q_dtype))
-        out = give(np.ascontiguousarray(result) if isinstance(result, np.ndarray) else result, spec.kind)
+        if spec.q_dtype != spec.state_dtype:
+            result = cast(result, narrow_dtype(spec.q_dtype))
+        if spec.layout != "bhtd" and isinstance(result, np.ndarray):
+            result = np.ascontiguousarray(result)
+        out = give(result, spec.kind)
     else:
         room = _writable(out)
         room[...] = cast(result, room.dtype)
@@ -322,6 +329,8 @@ def deliver(state: PartialState, spec: Spec, sink: Any = None, return_lse: bool 
 
 def backend_of(spec: Spec, backend: Any) -> Backend:
     """Give the backend that was asked for, or the one that follows the arrays."""
+    if backend is None and not spec.on_device:
+        return load(DEFAULT)  # which can always run; what it can't do with this call, `_prepared` finds out
     return find(following(spec) if backend is None else backend)
 
 
@@ -337,6 +346,12 @@ def run_backend(spec: Spec, args: Args, backend: Any, out: PartialState | None =
 def _prepared(backend: Backend, spec: Spec) -> Prepared:
     """Choose a call's kernels once: the steps of a decode differ only in their arrays."""
     return find(backend, spec).prepare(spec)
+
+
+@lru_cache(maxsize=256)
+def _attending(backend: Backend, spec: Spec) -> Attend:
+    """As `_prepared`, for calls whose keys are all there are."""
+    return find(backend, spec).prepare_attention(spec)
 
 
 def _writable(out: Any) -> Array:

@@ -56,8 +56,7 @@ def parts_of(spec: Spec, args: Args, groups: int) -> list[Part]:
 
 def _part(spec: Spec, args: Args, first: int, last: int) -> Part:
     kv, queries = slice(first, last), slice(first * spec.group, last * spec.group)
-    found = replace(
-        args,
+    found = args._replace(
         q=args.q[:, queries],
         k=args.k[:, kv],
         v=args.v[:, kv],

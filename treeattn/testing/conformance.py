@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 import treeattn
 from treeattn import PartialState
 from treeattn.backends.base import Backend
+from treeattn.devices import fetch
 from treeattn.errors import BackendError
 from treeattn.testing.oracle import assert_attention, assert_close, dense, on_host, tolerance
 from treeattn.testing.wire import over_the_wire
@@ -118,6 +119,18 @@ class BackendConformance:
             got = treeattn.attention(q, k, v, backend=self.backend, return_lse=True)
             assert got[0].dtype == q.dtype
             assert_attention(got, q, k, v)
+
+    def test_attention_has_the_bits_of_the_finished_state(self) -> None:
+        """Rounded to q's dtype, with and without a sink."""
+        for dtype, sink in product(self.backend.capabilities.dtypes, (None, np.arange(6.0))):
+            q, k, v = self.inputs(dtype)
+            state = treeattn.partial_attention(q, k, v, backend=self.backend)
+            expected = state.finish(sink=sink, dtype=q.dtype, return_lse=True)
+            for return_lse in (True, False):
+                got = treeattn.attention(q, k, v, sink=sink, backend=self.backend, return_lse=return_lse)
+                for one, other in zip(got if return_lse else (got,), expected, strict=False):
+                    assert one.dtype == other.dtype
+                    assert fetch(one).tobytes() == fetch(other).tobytes()
 
     def test_hidden_keys_contribute_nothing_whatever_they_hold(self) -> None:
         """NaN and infinity behind kv_len or a mask never appear."""

@@ -117,7 +117,7 @@ class FakeBackend(Backend):
     >>> treeattn.attention(x, x, x, backend=fake).tolist() == x.tolist()
     True
     >>> fake.calls
-    ['empty', 'prepare', 'finish']
+    ['prepare', 'empty', 'finish']
     """
 
     def __init__(

@@ -5,7 +5,6 @@ The tolerance is not a guess: it is twice the error that plain NumPy makes on th
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -64,7 +63,7 @@ def tolerance(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> An
     Keys and values that are not finite are taken as 0 here: a yardstick has to be a number.
     """
     spec, args = resolve(q, k, v, Options(**options))
-    args = replace(args, q=_finite(args.q), k=_finite(args.k), v=_finite(args.v))
+    args = args._replace(q=_finite(args.q), k=_finite(args.k), v=_finite(args.v))
     right = _finished(reference.partial(spec, args), spec, sink)
     out, lse = _floor(right, spec, args)
     for seed in range(ORDERS):
@@ -114,7 +113,7 @@ def _finite(array: Array) -> Array:
 
 def _reordered(args: Args, seed: int) -> Args:
     order = np.random.default_rng(seed).permutation(args.q.shape[-1])
-    return replace(args, q=args.q[..., order], k=args.k[..., order])
+    return args._replace(q=args.q[..., order], k=args.k[..., order])
 
 
 def _floor(right: Answer, spec: Spec, args: Args) -> tuple[float, float]:
