@@ -59,8 +59,8 @@ class Call:
     # how a task's working rows lie: bytes from one to the next, and the order of their elements
     q_row: int
     sums_row: int
-    k_paired: int
-    v_paired: int
+    k_order: int
+    v_order: int
     pairs: int  # whether working rows of q are bfloat16, for products of pairs
     many: int  # bytes of a number of every row, where rows lie in lanes (`treeattn.kernels.many_rows`); else 0
     columns: int  # of those that a key's products are summed over

@@ -19,7 +19,6 @@ from treeattn.kernels.many_rows import whole_rows
 from treeattn.kernels.specialisations import (
     has_many_rows,
     k_strip,
-    multiplies_pairs,
     parts_of,
     stored,
     tile_tokens,
@@ -159,20 +158,19 @@ def address(values: Array | None) -> int:
 def _stored_fields(spec: Spec) -> dict[str, float]:
     """Fields that say how stored keys and values are read."""
     k, v = stored(spec)
-    pairs = multiplies_pairs(spec)
     return {
-        "scale": spec.scale * (1.0 if pairs else k.unit),
+        "scale": spec.scale * k.unit,
         "q_row": k.row_bytes,
         "sums_row": v.row_bytes,
-        "k_paired": k.paired and not pairs,
-        "v_paired": v.paired,
-        "pairs": pairs,
+        "k_order": k.order,
+        "v_order": v.order,
+        "pairs": k.pairs,
         "many": whole_rows(tile_tokens(spec) * spec.group) * stored_bytes(k.dtype) if k.many else 0,
-        "columns": k.width // 2 if pairs else padded(k.width) if k.paired else k.width,
+        "columns": k.width // 2 if k.pairs else padded(k.width) if k.order else k.width,
         "v_unit": v.unit,
         "k_storage": STORAGES.index(k.storage),
         "v_storage": STORAGES.index(v.storage),
-        "k_strip": k_strip(k, pairs),
+        "k_strip": k_strip(k),
         "v_strip": v_strip(v),
         "k_row": k.row_bytes,
         "v_row": v.row_bytes,

@@ -8,11 +8,13 @@ from llvmlite import binding, ir
 from numba.core import cgutils as _cgutils
 
 from treeattn.kernels.compilation import inline
+from treeattn.kernels.lookup import STEP, as_pairs
+from treeattn.kernels.pairs import PAIRS
 from treeattn.kernels.vectors import DOUBLE, FLOAT, INT, LANES, Vectors
 
 cgutils: Any = _cgutils  # untyped
 
-__all__ = ["PAIRED", "UNITS", "Loads", "can_widen", "order", "padded", "stored_bytes"]
+__all__ = ["EIGHTS", "EVENS", "PAIRED", "UNITS", "Loads", "can_widen", "order", "padded", "stored_bytes"]
 
 Count: TypeAlias = Any  # of elements: a Python number, an int64 value, or None for all
 
@@ -41,13 +43,21 @@ def padded(width: int) -> int:
     return -(-width // (2 * LANES)) * 2 * LANES
 
 
+EVENS, EIGHTS = 1, 2
+"""Bits that say how elements of a row are out of their order in registers: of two vectors of numbers the even ones come
+first; before that, of each `STEP` numbers every other eight come first, for those are looked up."""
+
+
 @inline
-def order(j: int, paired: int) -> int:
-    """Give the place of element ``j`` among those that a row's steps load."""
-    if not paired:
-        return j
-    rest = j % (2 * LANES)
-    return j - rest + rest // 2 + rest % 2 * LANES
+def order(j: int, how: int) -> int:
+    """Give the place of element ``j`` among those that a row's steps load; ``how`` is a sum of `EVENS` and `EIGHTS`."""
+    if how & EIGHTS:
+        rest = j % STEP
+        j += rest // 16 * 8 + rest // 8 % 2 * (STEP // 2) + rest % 8 - rest
+    if how & EVENS:
+        rest = j % (2 * LANES)
+        j += rest // 2 + rest % 2 * LANES - rest
+    return j
 
 
 def stored_bytes(storage: str) -> int:
@@ -70,15 +80,19 @@ class Loads:
     vectors : Vectors
         float32, or float64 for storage of that type.
     storage : str
+    looked_up : bool
+        Whether its numbers are looked up as the bfloat16 that they are (`treeattn.kernels.lookup`).
     """
 
-    def __init__(self, vectors: Vectors, storage: str) -> None:
-        self.vectors, self._builder, self._storage = vectors, vectors.builder, storage
+    def __init__(self, vectors: Vectors, storage: str, looked_up: bool = False) -> None:
+        self.vectors, self._builder, self._storage, self._looked_up = vectors, vectors.builder, storage, looked_up
         self._element, self.size = ELEMENTS[storage]
-        self.step = vectors.lanes * (2 if storage in PAIRED else 1)
+        self.step = STEP if looked_up else vectors.lanes * (2 if storage in PAIRED else 1)
 
     def load(self, address: Any, count: Count = None) -> list[Any]:
         """Load the next ``step`` elements, of which only ``count`` are read and the others 0."""
+        if self._looked_up:
+            return [half for pairs in self.pairs(address, count) for half in self._bfloat16(pairs)]
         raw = self._fetch(address, count)
         widen = {
             "float16": lambda: [self._builder.fpext(raw, self.vectors.type)],
@@ -97,9 +111,14 @@ class Loads:
             found += self.load(self.vectors.advance(address, at, self.size), rest if rest < self.step else None)
         return found
 
-    def raw(self, address: Any, count: Count, kind: Any) -> Any:
-        """Load a step as a vector of another type."""
-        return self._builder.bitcast(self._fetch(address, count), kind)
+    def pairs(self, address: Any, count: Count) -> list[Any]:
+        """Load a step of numbers that are bfloat16, or looked up as such, as pairs of them."""
+        raw = self._fetch(address, count)
+        return (
+            as_pairs(self.vectors, self._storage, raw, PAIRS)
+            if self._looked_up
+            else [self._builder.bitcast(raw, PAIRS)]
+        )
 
     def _fetch(self, address: Any, count: Count) -> Any:
         kind = ir.VectorType(self._element, self.step)

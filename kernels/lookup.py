@@ -1,7 +1,7 @@
-"""float8 numbers as the bfloat16 that they are, looked up in registers (avx512_vbmi).
+"""Numbers of 8 bits as the bfloat16 that each of them is, looked up in registers (avx512_vbmi).
 
-An instruction looks 64 bytes up among 128, by their lower seven bits; the highest is the sign, in both types. int8
-would need twice as many tables, and is widened by arithmetic as fast.
+An instruction looks 64 bytes up among 128, by their lower seven bits; the highest is the sign, in float8. Whole numbers
+are looked up by their magnitude.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["LOOKED_UP", "STEP", "as_pairs"]
 
 Table: TypeAlias = npt.NDArray[np.uint8]
 
-LOOKED_UP = ("float8_e4m3fn", "float8_e5m2")
+LOOKED_UP = ("int8", "float8_e4m3fn", "float8_e5m2")
 """Types whose numbers are looked up. Each is a bfloat16 too."""
 
 STEP = 64
@@ -30,12 +30,15 @@ SIGN = 0x80
 
 
 def as_pairs(vectors: Vectors, storage: str, raw: Any, kind: Any) -> list[Any]:
-    """Give `STEP` stored numbers as two vectors of bfloat16, which are of type ``kind``, in their order."""
-    builder, (lower, upper) = vectors.builder, (_find(vectors, table, raw) for table in _tables(storage))
-    upper = builder.or_(upper, builder.and_(raw, ir.Constant(raw.type, [SIGN] * STEP)))
-    both = [number + STEP * byte for number in range(STEP) for byte in range(2)]
-    halves = (vectors.shuffle(lower, upper, both[start : start + STEP]) for start in (0, STEP))
-    return [builder.bitcast(half, kind) for half in halves]
+    """Give `STEP` stored numbers as two vectors of bfloat16, which are of type ``kind``.
+
+    The first has every other eight of them from the first eight on, the second those between.
+    """
+    find = _find_whole if storage == "int8" else _find_signed
+    lower, upper = find(vectors, _tables(storage), raw)
+    halves = ([first + at for first in range(start, STEP, 16) for at in range(8)] for start in (0, 8))
+    both = ([place for number in half for place in (number, STEP + number)] for half in halves)
+    return [vectors.builder.bitcast(vectors.shuffle(lower, upper, lanes), kind) for lanes in both]
 
 
 @cache
@@ -46,8 +49,29 @@ def _tables(storage: str) -> tuple[Table, Table]:
     return (upper_half & 0xFF).astype(np.uint8), (upper_half >> 8).astype(np.uint8)
 
 
-def _find(vectors: Vectors, table: Table, raw: Any) -> Any:
-    signature = ir.FunctionType(raw.type, [raw.type] * 3)
+def _find_signed(vectors: Vectors, tables: tuple[Table, Table], raw: Any) -> tuple[Any, Any]:
+    """Give the lower and upper bytes of float8 numbers, whose signs are where a bfloat16 has its own."""
+    lower, upper = (_find(vectors, table, raw) for table in tables)
+    return lower, vectors.builder.or_(upper, vectors.builder.and_(raw, _bytes(raw, SIGN)))
+
+
+def _find_whole(vectors: Vectors, tables: tuple[Table, Table], raw: Any) -> tuple[Any, Any]:
+    """Give those of whole numbers; -128, whose magnitude has an eighth bit, is found as 0, and differs in one byte."""
+    builder, nothing = vectors.builder, _bytes(raw, 0)
+    below = builder.icmp_signed("<", raw, nothing)
+    magnitude = builder.select(below, builder.sub(nothing, raw), raw)
+    lower, upper = (_find(vectors, table, magnitude) for table in tables)
+    upper = builder.or_(upper, builder.and_(raw, _bytes(raw, SIGN)))
+    lowest = builder.icmp_signed("==", raw, _bytes(raw, SIGN))
+    return lower, builder.select(lowest, _bytes(raw, np.float32(-SIGN).view(np.uint32) >> 24), upper)
+
+
+def _find(vectors: Vectors, table: Table, index: Any) -> Any:
+    signature = ir.FunctionType(index.type, [index.type] * 3)
     look_up = vectors.builder.module.declare_intrinsic("llvm.x86.avx512.vpermi2var.qi.512", (), signature)
-    first, second = (ir.Constant(raw.type, part.tolist()) for part in (table[:STEP], table[STEP:]))
-    return vectors.builder.call(look_up, [first, raw, second])
+    first, second = (ir.Constant(index.type, part.tolist()) for part in (table[:STEP], table[STEP:]))
+    return vectors.builder.call(look_up, [first, index, second])
+
+
+def _bytes(like: Any, value: int) -> Any:
+    return ir.Constant(like.type, [int(value)] * STEP)

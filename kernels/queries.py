@@ -22,10 +22,10 @@ def gather_row(call: Call, source: int, target: int, dtype: Any) -> None:
     """Write one query; as bfloat16, which it then is, for products of pairs."""
     if call.pairs:
         for j in range(call.head_dim):
-            pointer(target, np.uint16)[j] = pointer(source + j * call.q_d, np.uint16)[0]
+            pointer(target, np.uint16)[order(j, call.k_order)] = pointer(source + j * call.q_d, np.uint16)[0]
     else:
         for j in range(call.head_dim):
-            pointer(target, dtype)[order(j, call.k_paired)] = _number(call, source + j * call.q_d, dtype)
+            pointer(target, dtype)[order(j, call.k_order)] = _number(call, source + j * call.q_d, dtype)
 
 
 @inline
@@ -36,7 +36,7 @@ def gather_column(call: Call, source: int, target: int, dtype: Any) -> None:
             pointer(target + j // 2 * call.many, np.uint16)[j % 2] = pointer(source + j * call.q_d, np.uint16)[0]
     else:
         for j in range(call.head_dim):
-            place = target + order(j, call.k_paired) * call.many
+            place = target + order(j, call.k_order) * call.many
             pointer(place, dtype)[0] = _number(call, source + j * call.q_d, dtype)
 
 

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from llvmlite import ir
 from numba import types as _types
 from numba.extending import intrinsic
 
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
 from treeattn.kernels.loads import Loads, padded, stored_bytes
-from treeattn.kernels.lookup import LOOKED_UP, STEP, as_pairs
+from treeattn.kernels.lookup import LOOKED_UP
 from treeattn.kernels.pairs import PAIRS, add_pairs
 from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
 
@@ -42,8 +41,8 @@ HELD = 16 if LANES == 16 else 4
 class _Products:
     """How a step of a key is multiplied with a step of a query: widened, in working precision."""
 
-    def __init__(self, vectors: Vectors, storage: str) -> None:
-        self.vectors, self.loads = vectors, Loads(vectors, storage)
+    def __init__(self, vectors: Vectors, storage: str, looked_up: bool = False) -> None:
+        self.vectors, self.loads = vectors, Loads(vectors, storage, looked_up)
         self.per_step = self.loads.step // vectors.lanes
         self.query = vectors.type
 
@@ -60,29 +59,16 @@ class _PairProducts(_Products):
     """Two bfloat16 products per lane in one instruction, for queries of that type; it takes denormals as 0."""
 
     def __init__(self, vectors: Vectors, storage: str) -> None:
-        super().__init__(vectors, storage)
-        self.per_step, self.query = 1, PAIRS
+        super().__init__(vectors, storage, storage in LOOKED_UP)
+        self.per_step, self.query = self.loads.step // (2 * vectors.lanes), PAIRS
 
     def key(self, address: Any, count: Any) -> list[Any]:
-        """Load a step of a key as it is."""
-        return [self.loads.raw(address, count, self.query)]
+        """Load a step of a key as pairs."""
+        return self.loads.pairs(address, count)
 
     def add(self, key: Any, query: Any, total: Any) -> Any:
         """Give the sum of pairs of products, and ``total``."""
         return add_pairs(self.vectors, key, query, self.vectors.zero if total is None else total)
-
-
-class _LookedUpProducts(_PairProducts):
-    """The same for float8 keys, each of which is a bfloat16 that is looked up."""
-
-    def __init__(self, vectors: Vectors, storage: str) -> None:
-        super().__init__(vectors, storage)
-        self._storage, self.per_step, self.loads.step = storage, 2, STEP
-
-    def key(self, address: Any, count: Any) -> list[Any]:
-        """Look a step of a key up."""
-        raw = self.loads.raw(address, count, ir.VectorType(ir.IntType(8), STEP))
-        return as_pairs(self.vectors, self._storage, raw, self.query)
 
 
 class _Tile:
@@ -174,9 +160,7 @@ def _dots(
     With ``ahead`` as 1, keys that come later are fetched: they must lie one behind the other.
     """
     name, fixed, together = STORAGES[abs(storage.literal_value) - 1], common.literal_value, rows.literal_value
-    kind: type[_Products] = _Products
-    if storage.literal_value < 0:
-        kind = _LookedUpProducts if name in LOOKED_UP else _PairProducts
+    kind = _PairProducts if storage.literal_value < 0 else _Products
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         q, q_t, k, k_t, keys, width, scores = args[4:]
@@ -223,11 +207,12 @@ def _sums(vectors: Vectors, products: Callable[[int], list[Any]], rows: int, key
     if keys > 1:
         first = _sums(vectors, products, rows, key, keys // 2)
         second = _sums(vectors, products, rows, key + keys // 2, keys // 2)
-        return vectors.interleave_sums(first, second, rows * keys // 2)
+        return vectors.fold(first, second, rows * keys // 2)
     width, found = 1, products(key)
     while width < rows:
-        found = [vectors.interleave_sums(a, b, width) for a, b in zip(found[::2], found[1::2], strict=True)]
+        found = [vectors.fold(a, b, width) for a, b in zip(found[::2], found[1::2], strict=True)]
         width *= 2
+    vectors.in_order(found)
     return found[0]
 
 

@@ -16,7 +16,7 @@ from llvmlite import binding
 from treeattn.inputs import Spec
 from treeattn.kernels import many_softmax, softmax, visibility, widen
 from treeattn.kernels.call import STORAGES
-from treeattn.kernels.loads import PAIRED, UNITS, can_widen, padded, stored_bytes
+from treeattn.kernels.loads import EIGHTS, EVENS, PAIRED, UNITS, can_widen, padded, stored_bytes
 from treeattn.kernels.lookup import LOOKED_UP, STEP
 from treeattn.kernels.many_scores import KEYS, KINDS, many_scores_of
 from treeattn.kernels.many_values import READ, fits_panels, many_values_of
@@ -30,7 +30,6 @@ __all__ = [
     "has_many_rows",
     "k_strip",
     "knows_pairs",
-    "multiplies_pairs",
     "parts_of",
     "specialisations",
     "stored",
@@ -60,6 +59,8 @@ class Stored(NamedTuple):
     width: int
     dtype: str
     many: bool  # query rows
+    pairs: bool = False  # whether keys are multiplied as pairs of bfloat16
+    looked_up: bool = False  # whether numbers are looked up as bfloat16
 
     @property
     def contiguous(self) -> bool:
@@ -85,14 +86,16 @@ class Stored(NamedTuple):
         return size if self.contiguous and self.strides[2] == size else 0
 
     @property
-    def paired(self) -> bool:
-        """Whether elements come out of registers with the even ones first."""
-        return self.in_registers and self.storage in PAIRED
+    def order(self) -> int:
+        """Order in which elements come out of registers."""
+        evens = self.in_registers and not self.pairs and (self.storage in PAIRED or self.looked_up)
+        return EVENS * evens + EIGHTS * self.looked_up
 
     @property
     def unit(self) -> float:
         """What the numbers that come out of registers have to be multiplied with."""
-        return UNITS.get(self.storage, 1.0) if self.in_registers else 1.0
+        as_they_are = self.pairs or self.looked_up or not self.in_registers
+        return 1.0 if as_they_are else UNITS.get(self.storage, 1.0)
 
 
 def tile_tokens(spec: Spec) -> int:
@@ -108,15 +111,16 @@ def has_many_rows(spec: Spec) -> bool:
 def stored(spec: Spec) -> tuple[Stored, Stored]:
     """Give how K and V are stored."""
     kv, many = spec.kv, has_many_rows(spec)
-    return (
-        Stored(kv.k_dtype, kv.k_strides, spec.head_dim, spec.state_dtype, many),
-        Stored(kv.v_dtype, kv.v_strides, spec.v_head_dim, spec.state_dtype, many),
-    )
+    k = Stored(kv.k_dtype, kv.k_strides, spec.head_dim, spec.state_dtype, many)
+    v = Stored(kv.v_dtype, kv.v_strides, spec.v_head_dim, spec.state_dtype, many)
+    pairs = spec.q_dtype == "bfloat16" and _multiplies_pairs(k)
+    k = k._replace(pairs=pairs, looked_up=pairs and k.storage in LOOKED_UP)
+    return k, v._replace(looked_up=v.in_registers and not many and looks_up(v.storage, v.width, pairs=False))
 
 
-def k_strip(k: Stored, pairs: bool) -> int:
+def k_strip(k: Stored) -> int:
     """Keys that are copied at a time; 0 where they are read where they lie."""
-    if (k.storage == k.dtype and k.contiguous) or (pairs if k.many else k.in_registers):
+    if (k.storage == k.dtype and k.contiguous) or (k.pairs if k.many else k.in_registers):
         return 0
     tile = KEYS if k.many else LANES
     return max(tile, STRIP // k.row_bytes // tile * tile)
@@ -130,48 +134,57 @@ def v_strip(v: Stored) -> int:
     return 0 if v.in_registers else strip_keys(v.row_bytes)
 
 
-def multiplies_pairs(spec: Spec) -> bool:
+def _multiplies_pairs(k: Stored) -> bool:
     """Whether scores are sums of pairs of bfloat16 products, which is exact only for queries of that type too."""
-    k, _ = stored(spec)
     fits = k.dtype == "float32" and k.in_registers and k.width % 2 == 0
-    return spec.q_dtype == "bfloat16" and fits and knows_pairs(k.storage, k.width, k.many)
+    return fits and knows_pairs(k.storage, k.width, k.many)
 
 
 def knows_pairs(storage: str, width: int, many: bool) -> bool:
     """Whether this processor multiplies pairs of bfloat16, and may, and can read the type as such.
 
-    float8 keys are looked up, whole vectors of them, but not for many rows.
+    Keys of 8 bits are looked up, but not for many rows.
     """
+    known = _may_use("avx512bf16") and binding.llvm_version_info >= (16,)
+    return known and (storage == "bfloat16" or (looks_up(storage, width, True) and not many))
+
+
+def looks_up(storage: str, width: int, pairs: bool) -> bool:
+    """Whether this processor looks numbers up, and may, and gains by it: to widen the others is as fast."""
+    gains = storage in LOOKED_UP if pairs else storage in UNITS
+    return gains and width % STEP == 0 and _may_use("avx512vbmi")
+
+
+def _may_use(feature: str) -> bool:
     wanted = os.environ.get(PORTABLE_VARIABLE, "0") != "1"
-    known = LANES == 16 and has_feature("avx512bf16") and binding.llvm_version_info >= (16,)
-    looks_up = storage in LOOKED_UP and has_feature("avx512vbmi") and width % STEP == 0 and not many
-    return wanted and known and (storage == "bfloat16" or looks_up)
+    return wanted and LANES == 16 and has_feature(feature)
 
 
 def parts_of(spec: Spec) -> dict[str, Part]:
     """Give the parts that a call needs, by their names in `treeattn.kernels.call.Call`; calling one compiles it."""
     (k, v), double = stored(spec), spec.state_dtype == "float64"
-    pairs = multiplies_pairs(spec)
-    parts = _for_many(k, v, pairs) if k.many else _for_few(k, v, pairs)
+    parts = _for_many(k, v) if k.many else _for_few(k, v)
     if spec.positional or spec.mask is not None:
         parts["see"] = visibility.see_double if double else visibility.see_single
-    for name, each, strip in (("widen_k", k, k_strip(k, pairs)), ("widen_v", v, v_strip(v))):
+    for name, each, strip in (("widen_k", k, k_strip(k)), ("widen_v", v, v_strip(v))):
         if strip:
             parts[name] = _widening(each)
     return parts
 
 
-def _for_few(k: Stored, v: Stored, pairs: bool) -> dict[str, Part]:
+def _for_few(k: Stored, v: Stored) -> dict[str, Part]:
     return {
-        "scores": scores_of(*((k.storage, k.width) if k.in_registers else (k.dtype, 0)), pairs=pairs),
+        "scores": scores_of(*((k.storage, k.width) if k.in_registers else (k.dtype, 0)), pairs=k.pairs),
         "weigh": softmax.weigh_double if k.dtype == "float64" else softmax.weigh_single,
-        "values": values_of(v.storage, v.width) if v.in_registers else values_of_any_width(v.dtype),
+        "values": values_of(v.storage, v.width, looked_up=v.looked_up)
+        if v.in_registers
+        else values_of_any_width(v.dtype),
     }
 
 
-def _for_many(k: Stored, v: Stored, pairs: bool) -> dict[str, Part]:
+def _for_many(k: Stored, v: Stored) -> dict[str, Part]:
     return {
-        "scores": many_scores_of(KINDS[2] if pairs else k.dtype),
+        "scores": many_scores_of(KINDS[2] if k.pairs else k.dtype),
         "weigh": many_softmax.many_weigh_double if k.dtype == "float64" else many_softmax.many_weigh_single,
         "values": many_values_of(v.dtype if v_strip(v) else v.storage),
     }
@@ -208,6 +221,8 @@ def specialisations() -> Iterator[tuple[str, Part]]:
     for storage, width in product(STORAGES, COMMON_WIDTHS):
         if can_widen(storage):
             yield f"scores of {storage}, width {width}", scores_of(storage, width, pairs=False)
-            yield f"values of {storage}, width {width}", values_of(storage, width)
+            yield f"values of {storage}, width {width}", values_of(storage, width, looked_up=False)
+            if looks_up(storage, width, pairs=False):
+                yield f"values of {storage}, looked up, width {width}", values_of(storage, width, looked_up=True)
             if knows_pairs(storage, width, False):
                 yield f"scores of {storage} for bfloat16 queries, width {width}", scores_of(storage, width, pairs=True)

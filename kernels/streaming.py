@@ -171,7 +171,7 @@ def _score(call: Call, task: Task, size: int) -> None:
 @inline
 def _add_values(call: Call, task: Task, size: int) -> None:
     source, width = call.v + task.b * call.v_b + task.h * call.v_h + task.start * call.v_t, call.v_head_dim
-    into = (task.sums, call.sums_row, task.marked, task.v)
+    into = (task.sums, call.sums_row, task.marked)
     if call.v_strip == 0:
         call_part(call.values, (task.scores, task.rows, source, call.v_t, task.keys, width, *into))
         return
@@ -213,7 +213,7 @@ def _store(call: Call, task: Task, states: int, dtype: Any) -> None:
         at = ((task.b * heads + head) * call.q_tokens + t) * (width + 2)
         state, sums = pointer(states + at * itemsize(dtype), dtype), pointer(task.sums + row * call.sums_row, dtype)
         for j in range(width):
-            state[j] = sums[order(j, call.v_paired)] * unit
+            state[j] = sums[order(j, call.v_order)] * unit
         state[width], state[width + 1] = l[row], m[row]
 
 

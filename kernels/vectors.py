@@ -15,7 +15,7 @@ from llvmlite import binding, ir
 
 from treeattn.errors import InputError
 
-__all__ = ["DOUBLE", "FLOAT", "LANES", "Vectors", "has_feature"]
+__all__ = ["AHEAD", "DOUBLE", "FLOAT", "LANES", "Vectors", "has_feature"]
 
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 INT, LONG = ir.IntType(32), ir.IntType(64)
@@ -45,8 +45,9 @@ LANES = _lanes()
 """float32 numbers in one vector."""
 
 AHEAD, AHEAD_STEP = 8192, 128
-"""Bytes that `Vectors.fetch_ahead` asks ahead, and from one line that it asks for to the next: every second one, since
-the processor fetches the other by itself. To ask for each was slower: too few can wait at once to keep memory busy."""
+"""Bytes that `Vectors.fetch_ahead` asks ahead if nothing else is said, and from one line that it asks for to the next:
+every second one, since the processor fetches the other by itself. To ask for each was slower: too few can wait at once
+to keep memory busy."""
 
 
 class Vectors:
@@ -133,12 +134,23 @@ class Vectors:
         """Give ``then`` where ``a`` and ``b`` are in this relation, and ``otherwise`` elsewhere and beside a NaN."""
         return self.builder.select(self.builder.fcmp_ordered(relation, a, b), then, otherwise)
 
-    def interleave_sums(self, a: Any, b: Any, width: int) -> Any:
-        """Add neighbouring groups of ``width`` lanes; sums of ``a`` go to the even groups, ``b``'s to the odd."""
-        lanes = range(self.lanes)
-        first = [self.lanes + i - width if i // width % 2 else i for i in lanes]
-        second = [self.lanes + i if i // width % 2 else i + width for i in lanes]
-        return self.add(self.shuffle(a, b, first), self.shuffle(a, b, second))
+    def fold(self, a: Any, b: Any, width: int) -> Any:
+        """Add one half of ``a`` to the other, and of ``b``, so that groups of ``width`` lanes are of either in turn.
+
+        As many vectors as there are lanes, folded with widths of 1, 2, 4 and so on, end as their sums, in their order.
+        Numbers change places inside blocks of 16 bytes, or whole blocks do: a processor takes longer for all else.
+        """
+        block = 16 // self.size
+
+        def source(lane: int, half: int) -> int:
+            start, rest = lane // block * block, lane % block
+            if width < block:
+                group = rest // width
+                return group % 2 * self.lanes + start + half * block // 2 + group // 2 * width + rest % width
+            return 2 * start // self.lanes * self.lanes + 2 * start % self.lanes + half * block + rest
+
+        halves = (self.shuffle(a, b, [source(lane, half) for lane in range(self.lanes)]) for half in (0, 1))
+        return self.add(*halves)
 
     def reduce(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """Combine all lanes into one number."""
@@ -163,10 +175,10 @@ class Vectors:
         prefetch = self.builder.module.declare_intrinsic("llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), kinds))
         self.builder.call(prefetch, [pointer, *(ir.Constant(INT, each) for each in (0, NEAR, 1))])
 
-    def fetch_ahead(self, address: Any, length: int) -> None:
-        """Ask for what will be read some time after the ``length`` bytes at an address."""
+    def fetch_ahead(self, address: Any, length: int, ahead: Any = AHEAD) -> None:
+        """Ask for what will be read some time after the ``length`` bytes at an address: ``ahead`` bytes later."""
         for at in range(0, length, AHEAD_STEP):
-            self.fetch(self.advance(address, AHEAD + at))
+            self.fetch(self.advance(self.advance(address, ahead), at))
 
     def in_order(self, values: Sequence[Any] = ()) -> None:
         """Keep what is loaded after this from being fetched before ``values`` are computed; costs no instruction."""

@@ -27,7 +27,8 @@ from treeattn.kernels.specialisations import parts_of, specialisations
 from treeattn.testing.oracle import assert_attention, assert_close, dense
 
 FLOATS = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
-STORED = [*FLOATS, np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+NARROW = [np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+STORED = [*FLOATS, *NARROW]
 K_WIDTHS, V_WIDTHS = [1, 7, 16, 40, 80, 128, 128, 576], [1, 7, 16, 40, 128, 128, 256, 576]
 FEW = {80: [ml_dtypes.bfloat16], 256: [np.float32]}
 """Types that are drawn of widths which have products of their own, so that at most 40 functions are compiled here."""
@@ -144,11 +145,31 @@ def test_every_option_at_once_gives_the_oracles_answer(call, portable):
 
 @pytest.mark.parametrize("portable", ["0", "1"])
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 15])
-def test_queries_of_bfloat16_give_the_same_on_both_paths(monkeypatch, portable, group):
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, *NARROW], ids=lambda dtype: np.dtype(dtype).name)
+def test_queries_of_bfloat16_give_the_same_on_both_paths(monkeypatch, dtype, portable, group):
+    """Where all elements count, and where one is 10,000 times the others, which then count as little."""
     monkeypatch.setenv("TREEATTN_PORTABLE", portable)
-    q, k, v = standard(ml_dtypes.bfloat16, q_heads=2 * group, tokens=700)
-    state, right = treeattn.partial_attention(q, k, v), dense(q, k, v)
-    assert_close(state.o / state.l[..., None], right.out, 2e-6 * np.abs(right.out).max())
+    q, _, _ = standard(ml_dtypes.bfloat16, q_heads=2 * group)
+    rng = np.random.default_rng(3)
+    k, v = (numbers(rng, (1, 2, 700, 128), dtype) for _ in "kv")
+    for loud in (1, 1e4):
+        q[..., 5] = (loud * rng.standard_normal(q.shape[:-1])).astype(q.dtype)
+        options = {"scale": 0.1 / loud / (70 if dtype is np.int8 else 1)}
+        state, right = treeattn.partial_attention(q, k, v, **options), dense(q, k, v, **options)
+        assert_close(state.o / state.l[..., None], right.out, 2e-6 * np.abs(right.out).max())
+
+
+@pytest.mark.parametrize("portable", ["0", "1"])
+@pytest.mark.parametrize("dtype", NARROW, ids=lambda dtype: np.dtype(dtype).name)
+def test_scales_of_any_size_cost_nothing(monkeypatch, dtype, portable):
+    monkeypatch.setenv("TREEATTN_PORTABLE", portable)
+    q, _, _ = standard(ml_dtypes.bfloat16)
+    rng = np.random.default_rng(4)
+    k, v = (numbers(rng, (1, 2, 700, 128), dtype) for _ in "kv")
+    for heads, blocks, size in ((1, 1, 1e-30), (2, 1, 1e30), (2, 7, 1e-3)):
+        scales = {name: size * rng.uniform(0.5, 2, (1, heads, blocks, 1)) for name in ("k_scale", "v_scale")}
+        options = {**scales, "scale": 0.1 / size / (70 if dtype is np.int8 else 1)}
+        assert_attention(treeattn.attention(q, k, v, **options, return_lse=True), q, k, v, **options)
 
 
 @pytest.mark.parametrize("q_tokens", [1, 4])
@@ -263,16 +284,19 @@ def test_keys_at_and_after_kv_len_are_not_read():
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_value_hidden_from_some_rows_does_not_leak_into_them(poison):
-    q, k, v = standard(q_tokens=4, tokens=200)
-    mask = np.random.default_rng(0).random((1, 8, 4, 200)) < 0.5
+@pytest.mark.parametrize("dtype", [np.float32, *NARROW[1:]], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("q_tokens", [2, 4])  # 8 rows, and 16, which lie in the lanes of vectors
+def test_a_value_hidden_from_some_rows_does_not_leak_into_them(q_tokens, dtype, poison):
+    q, k, v = standard(q_tokens=q_tokens, tokens=200)
+    k, v = k.astype(dtype), v.astype(dtype)
+    mask = np.random.default_rng(0).random((1, 8, q_tokens, 200)) < 0.5
     mask[:, 5] = True
     mask[:, 5, :, 77] = False
     v[0, 1, 77] = poison
     out = treeattn.attention(q, k, v, mask=mask)
     sees = mask[0, :, :, 77] & (np.arange(8) >= 4)[:, None]
     np.testing.assert_array_equal(np.isfinite(out[0]).all(-1), ~sees)
-    clean = np.where(np.isfinite(v), v, 0)
+    clean = np.where(np.isfinite(v), v, v.dtype.type(0))
     right = dense(q, k, clean, mask=mask).out
     assert_close(out[0][~sees], right[0][~sees], 1e-5)
 
@@ -501,7 +525,8 @@ try:
 except RuntimeError:
     sys.exit(3)
 for storage in ("float32", "bfloat16", "float16", "float8_e4m3fn"):
-    for part in (scores_of(storage, 80, pairs=False), values_of(storage, 80), many_values_of("bfloat16")):
+    few = scores_of(storage, 80, pairs=False), values_of(storage, 80, looked_up=False)
+    for part in (*few, many_values_of("bfloat16")):
         (compiled,) = (cell.cell_contents for cell in part.__closure__)
         text = re.sub(r'"target-(cpu|features)"="[^"]*"', "", compiled()._library.get_llvm_str())
         text = re.sub(r'target (triple|datalayout) = "[^"]*"', "", text)
@@ -522,24 +547,26 @@ def test_products_compile_for_arm(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", STORED, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("width", [32, 33])
-def test_every_stored_number_is_read_as_what_it_is(dtype, width):
+@pytest.mark.parametrize(("width", "group"), [(32, 1), (33, 1), (128, 1), (128, 7)])
+@pytest.mark.parametrize("portable", ["0", "1"])
+def test_every_stored_number_is_read_as_what_it_is(monkeypatch, dtype, width, group, portable):
     """All bit patterns of 16 bits and less, as values of a single key each; whole vectors and not."""
+    monkeypatch.setenv("TREEATTN_PORTABLE", portable)
     size = np.dtype(dtype).itemsize
     patterns = np.arange(1 << min(8 * size, 16), dtype=np.dtype(f"u{min(size, 2)}"))
     values = patterns.view(dtype) if size <= 2 else np.random.default_rng(0).standard_normal(4096).astype(dtype)
     values = np.resize(values, (1, -(-values.size // width), 1, width))
-    q = np.ones((1, values.shape[1], 1, 1), np.float32)
-    out = treeattn.partial_attention(q, q, values).o
+    q = np.ones((1, group * values.shape[1], 1, 1), np.float32)
+    out = treeattn.partial_attention(q, q[:, ::group], values).o
     with np.errstate(invalid="ignore"):
-        np.testing.assert_array_equal(out, values.astype(out.dtype))
+        np.testing.assert_array_equal(out, np.repeat(values.astype(out.dtype), group, axis=1))
 
 
-@pytest.mark.parametrize("dtype", STORED[-2:], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("dtype", NARROW, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("group", [1, 7])
-def test_every_float8_key_is_multiplied_as_what_it_is(dtype, group):
+def test_every_key_of_8_bits_is_multiplied_as_what_it_is(dtype, group):
     """All bit patterns, each in another place of a key that is 0 elsewhere; for queries of bfloat16."""
-    heads, width = np.arange(256), 64
+    heads, width = np.arange(256), 128
     k = np.zeros((1, heads.size, 1, width), dtype)
     k[0, heads, 0, 37 * heads % width] = heads.astype(np.uint8).view(dtype)
     q = np.zeros((1, heads.size, group, 1, width), ml_dtypes.bfloat16)
