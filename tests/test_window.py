@@ -19,6 +19,7 @@ from treeattn import PartialState, TreeComm, window
 from treeattn.errors import InputError, RankTimeout
 from treeattn.plan import Radices
 from treeattn.testing import FakeBackend, over_the_wire, run_ranks
+from treeattn.window import room_for_state
 
 OPS = PartialState.identity((1, 1, 1, 1), backend="reference").ops
 
@@ -45,7 +46,8 @@ CALLS = {
     "allreduce": lambda comm: comm.allreduce(state_of(comm.rank)),
     "other heads": lambda comm: comm.allreduce(state_of(comm.rank, heads=2)),
     "float64": lambda comm: comm.allreduce(state_of(comm.rank, dtype="float64")),
-    "too large": lambda comm: comm.allreduce(state_of(comm.rank, heads=window.STATE_BYTES // 24 + 1)),
+    "large": lambda comm: comm.allreduce(state_of(comm.rank, heads=window.SMALL // 24 + 1)),
+    "too large": lambda comm: comm.allreduce(state_of(comm.rank, heads=window.LARGE // 24 + 1)),
     "first": lambda comm: comm.reduce(state_of(comm.rank)),
     "last": lambda comm: comm.reduce(state_of(comm.rank), root=comm.size - 1),
 }
@@ -72,19 +74,23 @@ def test_any_calls_in_any_order_give_the_bits_of_messages(calls, hosts, determin
     assert outcomes(calls, hosts, plan=plan, deterministic=deterministic) == by_messages
 
 
+HEADS = 1, 7, 8, 30, window.SMALL // 24 + 1
+"""Fewer rows than parts, and numbers that parts don't divide; the last is more bytes than there always is room for."""
+
+
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_ranks_that_merge_together_have_the_bits_of_those_that_merge_alone(monkeypatch, together, dtype):
     def body(transport):
         comm, found = TreeComm(transport), []
-        for heads in (1, 7, 8, 30):  # fewer rows than parts, and numbers that parts don't divide
+        for heads in HEADS:
             state = state_of(comm.rank, heads, dtype)
             found += [bits(comm.allreduce(state)) for _ in range(4)]
         return found
 
-    monkeypatch.setattr(window, "merge_together", lambda ranks, cores: together)
+    monkeypatch.setattr(window, "merge_together", lambda *_: together)
     for ranks in (2, 5):
-        right = [bits(over_the_wire([state_of(r, heads, dtype) for r in range(ranks)])) for heads in (1, 7, 8, 30)]
+        right = [bits(over_the_wire([state_of(r, heads, dtype) for r in range(ranks)])) for heads in HEADS]
         assert run_ranks(ranks, body) == [[each for each in right for _ in range(4)]] * ranks
 
 
@@ -118,6 +124,33 @@ def test_states_of_one_host_need_no_message():
         return comm.plan.radices
 
     assert run_ranks(3, body) == [Radices("shared")] * 3
+
+
+@pytest.mark.parametrize("hosts", ["hhh", "hhhhi"])
+def test_the_largest_state_that_there_is_room_for_goes_through_memory_and_no_larger_one(hosts):
+    def body(transport):
+        with TreeComm(transport, hosts=list(hosts)) as comm:
+            largest = room_for_state(hosts) // 24
+            found = []
+            for heads in (largest, largest + 1):
+                state, others = state_of(comm.rank, heads), [state_of(rank, heads) for rank in range(comm.size)]
+                grouped = [[each for each, host in zip(others, hosts, strict=True) if host == name] for name in "hi"]
+                assert bits(comm.allreduce(state)) == bits(over_the_wire([each for each in grouped if each]))
+                found.append(comm.plan_for(24 * heads).radices.inside)
+            return found, comm._session.window.room
+
+    for (inside, above), room in run_ranks(len(hosts), body):
+        assert (inside, room) == ("shared", room_for_state(hosts))
+        assert above != "shared"
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=400))
+def test_windows_are_no_larger_than_they_may_be_and_have_room_for_small_states(hosts):
+    room, most = room_for_state(hosts), max(map(hosts.count, hosts))
+    assert room == room_for_state(sorted(hosts, reverse=True)), "whatever the order"
+    assert window.SMALL <= room <= window.LARGE
+    assert room % 64 == 0, "slots begin on cache lines"
+    assert room == window.SMALL or 2 * (most + 1) * room <= window.WINDOW_BYTES
 
 
 def test_states_on_a_device_go_through_memory_too():
@@ -160,7 +193,7 @@ def test_nothing_is_left():
     assert not list(window.FOLDER.glob(f"treeattn-{os.getpid()}-*"))
 
 
-ROOM = 64 + 2 * 2 * (64 + window.STATE_BYTES) + 2 * (128 + window.STATE_BYTES)
+ROOM = 64 + 2 * 2 * (64 + 2**20) + 2 * (128 + 2**20)
 """Two slots for each of two ranks, two common results, and what the first rank writes for the other to find."""
 
 

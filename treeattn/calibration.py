@@ -25,7 +25,7 @@ from treeattn.probes import Probe, probes_for
 from treeattn.rounds import Tally
 from treeattn.session import Session
 from treeattn.state import PartialState
-from treeattn.window import STATE_BYTES, Window
+from treeattn.window import Window
 from treeattn.wire_form import WireForm, merger
 
 __all__ = ["Calibration", "calibrate"]
@@ -80,7 +80,7 @@ def calibrate(channel: Channel, window: Window | None, form: WireForm) -> Calibr
     form : WireForm
     """
     hosts = channel.hosts
-    probes = list(probes_for(hosts, window is not None and form.nbytes <= STATE_BYTES))
+    probes = list(probes_for(hosts, window is not None and form.nbytes <= window.room))
     rounds, steps = ([probe for probe in probes if (probe.way == "step") is whole] for whole in (False, True))
     branch, tally = channel.branch(), Tally(hosts, channel.rank)
     exchanges = [Exchange(plan, branch, window, form, tally) for plan in _one_after_another(rounds)]

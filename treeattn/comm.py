@@ -65,10 +65,11 @@ class TreeComm:
         hosts) or (inside a host, between hosts of a rack, between racks), each a number or "all", the first also
         "shared", or a plan whose radices are taken; see `Radices`. By default that which ``model`` finds cheapest, a
         pure function of hosts and payload. "auto" measures a model instead, at the first merge, which takes a second or
-        two, and remembers it with ``comm``. Shared memory is used where ranks of a host have it and a state is at most
-        64 KiB, messages elsewhere; with the same radices that changes no bits. "nccl" lets states go from card to card
-        by NCCL or RCCL, where every rank has a card of its own (not yet run on one), and merges in rank order; "p2p"
-        lets the cards of one host read them from each other's memory, after a trial (likewise), with those bits.
+        two, and remembers it with ``comm``. Shared memory is used where ranks of a host have it and a state fits, from
+        64 KiB to 1 MiB by how many ranks share 8 MiB, messages elsewhere; with the same radices that changes no bits.
+        "nccl" lets states go from card to card by NCCL or RCCL, where every rank has a card of its own (not yet run on
+        one), and merges in rank order; "p2p" lets the cards of one host read them from each other's memory, after a
+        trial (likewise), with those bits.
         "mpi" lets MPI's own collective merge states on the host, in one call, with a compiled operator. MPI then
         decides the order: all ranks have the same bits on Open MPI and MPICH, though MPI's standard does not promise
         it, but not those of other plans, nor `reduce` those of `allreduce`. It is for ranks of MPI, takes neither

@@ -13,7 +13,7 @@ from treeattn.joining import Settings
 from treeattn.plan import Plan
 from treeattn.planner import plan_allreduce, plan_reduce
 from treeattn.radices import Radices
-from treeattn.window import STATE_BYTES, Window
+from treeattn.window import Window, room_for_state
 from treeattn.wire_form import WireForm
 
 __all__ = ["Policy"]
@@ -50,7 +50,7 @@ class Policy:
 
     def radices(self, payload_bytes: int, shares_memory: bool) -> Radices:
         """Give the radices for states of so many bytes."""
-        shared = shares_memory and payload_bytes <= STATE_BYTES
+        shared = shares_memory and payload_bytes <= room_for_state(self._channel.hosts)
         model = self._model if self.calibration is None else self.calibration.model
         radices = self._given or choose_radices(self._channel.hosts, payload_bytes, shared=shared, model=model)
         return radices if shared or radices.inside != "shared" else replace(radices, inside=None)

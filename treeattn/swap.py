@@ -12,7 +12,7 @@ from treeattn.plan import Plan
 from treeattn.rounds import WindowRound
 from treeattn.shortcut import Shortcut
 from treeattn.state import PartialState
-from treeattn.window import STATE_BYTES, compiled
+from treeattn.window import compiled
 
 __all__ = ["Swap"]
 
@@ -32,8 +32,8 @@ class Swap(Shortcut):
         assert window is not None, "a swap is one in a window"
         ranks = range(transport.size)
         slots = [window.address(rank, use) for use in (0, 1) for rank in ranks]
-        fits = np.prod(self._shape) * self._dtype.itemsize <= STATE_BYTES  # a state is longer than its rows of 16 bit
-        even, odd = (window.common(use) if fits else 0 for use in (0, 1))
+        nbytes = int(np.prod(self._shape)) * self._dtype.itemsize  # a state is longer than its rows of 16 bit
+        even, odd = (window.common(use, nbytes) for use in (0, 1))
         self._room = compiled().room(transport.size, form)
         own = compiled().Own(
             header=self._header.ctypes.data,

@@ -14,7 +14,7 @@ import os
 import secrets
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -29,15 +29,18 @@ from treeattn.plan import HEADER_BYTES
 from treeattn.topology import group_ranks
 from treeattn.transport import Bytes
 
-__all__ = ["STATE_BYTES", "Window", "compiled", "open_window"]
+__all__ = ["Window", "compiled", "open_window", "room_for_state"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Consult: TypeAlias = Callable[..., list[dict[str, Any]]]
 
 FOLDER = Path("/dev/shm")
 
-STATE_BYTES = 64 * 1024
-"""Room for a state in each of a rank's two slots. Above it, every rank reading every state costs more than messages."""
+SMALL, LARGE = 64 * 1024, 1024 * 1024
+"""Bytes of a state for which there is always room, and of the largest for which there is."""
+
+WINDOW_BYTES = 8 * 1024 * 1024
+"""A window is no larger, unless its slots would be too small: containers have as little as 64 MB in /dev/shm."""
 
 BEFORE_STATE = 64
 """Bytes of a slot before the state: a flag, and, right before the state, a header."""
@@ -50,9 +53,24 @@ Even with a core for each, Linux may leave two ranks on one for a long time: who
 So a rank gives up its core after some 15 µs, several times what a step takes where nobody is late.
 """
 
-_SLOT = BEFORE_STATE + STATE_BYTES
-_COMMON = 128 + STATE_BYTES
+BEFORE_RESULT = 128
+"""Bytes before a result that ranks merge together: what they count."""
+
 _TOKEN_BYTES = 32
+
+
+def room_for_state(hosts: Sequence[str]) -> int:
+    """Say how large a state may be to go through shared memory.
+
+    It is a pure function of the host map: plans depend on it, and all ranks have to follow the same.
+
+    Examples
+    --------
+    >>> [room_for_state(["a"] * ranks) // 1024 for ranks in (2, 4, 8, 100)]
+    [1024, 768, 448, 64]
+    """
+    most = max(len(group) for group in group_ranks(hosts))
+    return min(max(WINDOW_BYTES // (2 * most + 2) // SMALL * SMALL, SMALL), LARGE)
 
 
 def compiled() -> ModuleType:
@@ -74,6 +92,10 @@ class Window:
     memory : mmap
     members : tuple of int
         The ranks of the host.
+    cores : int
+        That they have.
+    room : int
+        Bytes for a state in each slot.
 
     Attributes
     ----------
@@ -82,28 +104,29 @@ class Window:
     spins, yields : int
         How often a swap looks at a flag before it gives up the core, and how often it does that before it becomes a
         round like others: it may spin for long where every rank has a core.
-    together : bool
-        See `merge_together`.
+    room : int
     """
 
-    def __init__(self, memory: mmap.mmap, members: tuple[int, ...], cores: int) -> None:
+    def __init__(self, memory: mmap.mmap, members: tuple[int, ...], cores: int, room: int) -> None:
         self._bytes: Bytes = np.frombuffer(memory, np.uint8)[_TOKEN_BYTES + (-_TOKEN_BYTES) % 64 :]
         self._index = {rank: number for number, rank in enumerate(members)}
         self._start = int(self._bytes.ctypes.data)
-        self.uses, roomy = Count(), cores >= len(members)
-        self.together = merge_together(len(members), cores)
+        self.uses, self.room, self._cores, roomy = Count(), room, cores, cores >= len(members)
         self.spins, self.yields = (SPINS, YIELDS) if roomy else (CROWDED_SPINS, CROWDED_YIELDS)
 
     def _offset(self, rank: int, use: int) -> int:
-        return (2 * self._index[rank] + use % 2) * _SLOT + BEFORE_STATE
+        return (2 * self._index[rank] + use % 2) * (BEFORE_STATE + self.room) + BEFORE_STATE
 
     def address(self, rank: int, use: int) -> int:
         """Address of a slot, which is that of its state."""
         return self._start + self._offset(rank, use)
 
-    def common(self, use: int) -> int:
-        """Address of what ranks have in common that merge together; 0 where each merges for itself."""
-        return self._start + 2 * len(self._index) * _SLOT + use % 2 * _COMMON if self.together else 0
+    def common(self, use: int, nbytes: int) -> int:
+        """Address of what ranks have in common that merge a state together; 0 where each merges for itself."""
+        ranks = len(self._index)
+        if nbytes > self.room or not merge_together(ranks, self._cores, nbytes):
+            return 0
+        return self._start + 2 * ranks * (BEFORE_STATE + self.room) + use % 2 * (BEFORE_RESULT + self.room)
 
     def header(self, rank: int, use: int) -> memoryview:
         """Header in a slot."""
@@ -126,7 +149,8 @@ def open_window(hosts: tuple[str, ...], rank: int, consult: Consult) -> Window |
     if len(set(hosts)) == len(hosts):
         return None
     with contextlib.ExitStack() as made:
-        token, size = secrets.token_bytes(_TOKEN_BYTES), _size(len(members))
+        room = room_for_state(hosts)
+        token, size = secrets.token_bytes(_TOKEN_BYTES), _size(len(members), room)
         path, problem = "", None
         try:
             if members[0] == rank and len(members) > 1:
@@ -147,20 +171,21 @@ def open_window(hosts: tuple[str, ...], rank: int, consult: Consult) -> Window |
     if problems:
         return None
     cores = reduce(or_, (int(found[each]["cores"], 16) for each in members)).bit_count()
-    return Window(memory or mmap.mmap(-1, _size(1)), members, cores)
+    return Window(memory or mmap.mmap(-1, _size(1, room)), members, cores, room)
 
 
-def _size(members: int) -> int:
-    return 64 + 2 * members * _SLOT + 2 * _COMMON
+def _size(members: int, room: int) -> int:
+    return 64 + 2 * members * (BEFORE_STATE + room) + 2 * (BEFORE_RESULT + room)
 
 
-def merge_together(ranks: int, cores: int) -> bool:
-    """Whether ranks each merge a part of the rows and copy the rest, instead of merging all.
+def merge_together(ranks: int, cores: int, nbytes: int) -> bool:
+    """Whether ranks each merge a part of a state's rows and copy the rest, instead of merging all.
 
     Every rank merging everything costs as many merges as there are ranks, each of as many states; together it is one
-    merge, and a wait. The bits are the same. On 2 cores, together was faster at 4 ranks and at 8.
+    merge, and a wait. The bits are the same. On 2 cores, together was faster at 4 ranks and at 8, and slower at 2. That
+    large states gain by it where more ranks have a core each is what the bytes say, and was not measured.
     """
-    return ranks > cores
+    return ranks > cores or (ranks > 2 and nbytes > SMALL)
 
 
 def _cores() -> str:
