@@ -9,9 +9,11 @@ have. Whatever it does is done even if nobody joins: others may be busy with ano
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,9 @@ types: Any = _types  # untyped: so are the functions made of it
 
 __all__ = ["Board", "look_again", "team", "work_together"]
 
-BELL, SLEEPERS, STOP, BED = 0, 64, 128, 192
-"""Where on the board are: how often it was rung, the helpers that sleep, whether they are to end, and a semaphore."""
+BELL, RINGER, SLEEPERS, STOP, BED = 0, 8, 64, 128, 192
+"""Where on the board are: how often it was rung, on which processor last, the helpers that sleep, whether they are to
+end, and a semaphore."""
 
 SLOTS, FIRST_SLOT, SLOT_BYTES = 8, 256, 128
 """Calls that can have helpers at once, and where their slots are."""
@@ -38,14 +41,19 @@ SEAT, ASLEEP = 1 << 32, 1 << 16
 """What a slot's state counts: helpers that may still join in its upper half, those at work in its lowest bits, and
 between the two whether the caller sleeps until they are done."""
 
-HELPER_SPINS, CALLER_SPINS = 0, 2000
-"""Times that a helper looks for another job before it sleeps, and a caller whether its helpers are done."""
+HELPER_LOOKS, CALLER_LOOKS = 400, 2000
+"""Times that a helper looks for another job before it sleeps, and a caller whether its helpers are done: some 200 µs,
+and some 50. Helpers leave the processor to whoever waits for it between two looks."""
+
+ENDED = -1
 
 CALLS_TO_A_LOOK = 32
 """Calls from one look at the processors and the environment to the next."""
 
 sem_post = types.ExternalFunction("sem_post", types.int32(types.int64))
 sem_wait = types.ExternalFunction("sem_wait", types.int32(types.int64))
+sched_getcpu = types.ExternalFunction("sched_getcpu", types.int32())
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @inline
@@ -76,6 +84,7 @@ def _open(board: int, slot: int, helpers: int, part: int, call: int, workspace: 
     job = pointer(slot + PART, np.int64)
     job[0], job[1], job[2], job[3] = part, call, workspace, size
     store_release(slot + STATE, helpers * SEAT)
+    store_release(board + RINGER, sched_getcpu())
     add_at(board + BELL, 1)
     for _ in range(_take(board + SLEEPERS, helpers)):
         sem_post(board + BED)
@@ -97,7 +106,7 @@ def _close(slot: int) -> None:
     found = load_acquire(slot + STATE)
     while not swap_if(slot + STATE, found, found % SEAT):
         found = load_acquire(slot + STATE)
-    for _ in range(CALLER_SPINS):
+    for _ in range(CALLER_LOOKS):
         if load_acquire(slot + STATE) == 0:
             break
         pause()
@@ -107,13 +116,20 @@ def _close(slot: int) -> None:
     store_release(slot + OWNED, 0)
 
 
-@entry("void(int64)")
-def _serve(board: int) -> None:
-    """Help whoever rings, as a thread of the team, until told to stop."""
+@entry("int64(int64, int64)")
+def _serve(board: int, moves: int) -> int:
+    """Help whoever rings, as a thread of the team, until told to stop; then give `ENDED`.
+
+    A system may wake a helper on the processor of the caller, while another is idle, and go on to do so: a virtual
+    processor that has been halted does not look idle. Where a helper ``moves``, it gives that processor's number then.
+    """
     while load_acquire(board + STOP) == 0:
         seen = load_acquire(board + BELL)
         if not _help_any(board) and not _rings(board, seen):
             _sleep(board, seen)
+            if moves and sched_getcpu() == load_acquire(board + RINGER):
+                return int(load_acquire(board + RINGER))
+    return ENDED
 
 
 @inline
@@ -140,10 +156,10 @@ def _help(slot: int, number: int) -> None:
 
 @inline
 def _rings(board: int, seen: int) -> bool:
-    for _ in range(HELPER_SPINS):
+    for _ in range(HELPER_LOOKS):
         if load_acquire(board + BELL) != seen:
             return True
-        pause()
+        sched_yield()
     return False
 
 
@@ -173,9 +189,16 @@ class Board:
         """See to it that there are so many helpers."""
         with self._lock:
             while len(self._helpers) < helpers and not self._dismissed:
-                helper = threading.Thread(target=_serve(), args=(self.address,), name="treeattn", daemon=True)
+                helper = threading.Thread(target=self._help, args=(_serve(),), name="treeattn", daemon=True)
                 helper.start()
                 self._helpers.append(helper)
+
+    def _help(self, serve: Callable[[int, bool], int]) -> None:
+        """Be a helper, on other processors than that of a caller on which it has been woken."""
+        allowed = os.sched_getaffinity(0)
+        while (crowded := serve(self.address, len(allowed) > 1)) != ENDED:
+            with contextlib.suppress(OSError):  # they may not be ours any more: then it stays where it is
+                os.sched_setaffinity(0, allowed - {crowded})
 
     def dismiss(self) -> None:
         """End the helpers, before the code that they run is unloaded; calls do without them from now on."""

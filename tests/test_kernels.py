@@ -420,6 +420,21 @@ class TestThreads:
         assert not any(helper.is_alive() for helper in board._helpers)
         assert treeattn.attention(q, k, v).tobytes() == expected
 
+    @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a helper can only move where there are 2 processors")
+    def test_a_helper_leaves_its_callers_processor(self):
+        allowed, found = os.sched_getaffinity(0), []
+        crowded = [*sorted(allowed)[:2], threads.ENDED]
+
+        def serve(board, moves):
+            found.append((os.sched_getaffinity(0), moves))
+            return crowded[len(found) - 1]
+
+        helper = threading.Thread(target=threads.Board()._help, args=(serve,))
+        helper.start()
+        helper.join(10)
+        assert found == [(allowed, True), *((allowed - {cpu}, True) for cpu in crowded[:2])]
+        assert os.sched_getaffinity(0) == allowed
+
     def test_signals_are_heard_between_calls(self, monkeypatch):
         self.set_threads(monkeypatch, 2)
         q, k, v = standard(tokens=9000)
