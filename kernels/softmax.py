@@ -89,25 +89,25 @@ def _soften(typingctx: Any, kind: Any, row: Any, keys: Any, cap: Any) -> Any:
     return types.void(kind, types.int64, types.int64, kind.dtype), codegen
 
 
-def _exponentiate(typingctx: Any, kind: Any, row: Any, keys: Any, m: Any, nothing: Any) -> Any:
-    """Turn logits into weights, whose sum it gives; the weight of a logit of -inf becomes ``nothing``, and counts 0."""
+def _exponentiate(typingctx: Any, kind: Any, row: Any, keys: Any, m: Any, factor: Any, nothing: Any) -> Any:
+    """Turn logits into weights, whose sum it gives, times ``factor``; that of a logit of -inf becomes ``nothing``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, row, keys, m, nothing = args
+        _, row, keys, *numbers = args
         vectors = _vectors_of(builder, kind)
-        highest, absent, lowest = vectors.spread(m), vectors.spread(nothing), vectors.constant(float("-inf"))
+        (highest, factors, absent), lowest = map(vectors.spread, numbers), vectors.constant(float("-inf"))
 
         def step(at: Any, total: list[Any]) -> list[Any]:
             logits = vectors.load(at)
             relative = vectors.multiply(builder.fsub(logits, highest), vectors.constant(LOG2E))
             weights = vector_math.exp2(vectors, relative)
-            vectors.store(vectors.where("==", logits, lowest, absent, weights), at)
+            vectors.store(vectors.where("==", logits, lowest, absent, vectors.multiply(weights, factors)), at)
             return [vectors.add(total[0], weights)]
 
         (total,) = vectors.for_row(row, keys, [vectors.zero], step)
         return vectors.reduce(total, vectors.add)
 
-    return kind.dtype(kind, types.int64, types.int64, kind.dtype, kind.dtype), codegen
+    return kind.dtype(kind, types.int64, types.int64, *[kind.dtype] * 3), codegen
 
 
 scale: Any = intrinsic(_scale)
@@ -139,13 +139,15 @@ def _weigh_row(call: Call, task: Task, row: int, at: int, some: bool, dtype: Any
     before, highest = m[row], _to_logits(call, task, row, at, some, dtype)
     if highest == -np.inf and not _any_nan(pointer(at, dtype), task.keys):
         return False
-    total = exponentiate(dtype, at, task.keys, highest, dtype(-np.inf) if some else dtype(0))
+    one_scale = call.v_scale != 0 and _share_scale(task, call.v_block)
+    factor = pointer(task.v_scale, dtype)[0] if one_scale else dtype(1)
+    total = exponentiate(dtype, at, task.keys, highest, factor, dtype(-np.inf) if some else dtype(0))
     if before != highest:
         correction = exp2((before - highest) * dtype(LOG2E))
         l[row] *= correction
         _rescale(call, task, row, correction, dtype)
     m[row], l[row] = highest, l[row] + total
-    if call.v_scale != 0:
+    if call.v_scale != 0 and not one_scale:
         _scale_weights(task, pointer(at, dtype), dtype)
     return True
 
@@ -153,13 +155,16 @@ def _weigh_row(call: Call, task: Task, row: int, at: int, some: bool, dtype: Any
 @inline  # not `loops`: reordering would undo the rounding in exp2 and tanh
 def _to_logits(call: Call, task: Task, row: int, at: int, some: bool, dtype: Any) -> Any:
     """Scale, softcap, float mask, in this order, then hide; give the largest logit so far."""
-    logits, m = pointer(at, dtype), pointer(task.m, dtype)[row]
+    logits, m, factor = pointer(at, dtype), pointer(task.m, dtype)[row], dtype(call.scale)
     if call.k_scale != 0:
         stored = pointer(task.k_scale, dtype)
-        for i in range(task.keys):
-            logits[i] *= stored[i]
+        if _share_scale(task, call.k_block):
+            factor *= stored[0]
+        else:
+            for i in range(task.keys):
+                logits[i] *= stored[i]
     _fill_up(logits, task.keys, logits[0])  # a logit that changes no maximum, whatever the sign of the scale
-    highest = scale(dtype, at, task.keys, dtype(call.scale), m)
+    highest = scale(dtype, at, task.keys, factor, m)
     if call.softcap > 0:
         soften(dtype, at, task.keys, dtype(call.softcap))
     if call.mask_additive:
@@ -170,6 +175,12 @@ def _to_logits(call: Call, task: Task, row: int, at: int, some: bool, dtype: Any
     if call.softcap > 0 or call.mask_additive or some:
         highest = scale(dtype, at, task.keys, dtype(1), m)
     return highest
+
+
+@inline
+def _share_scale(task: Task, block: int) -> bool:
+    """Whether the task's keys have one scale, which ``block`` keys share."""
+    return task.start // block == (task.start + task.keys - 1) // block
 
 
 @loops

@@ -40,15 +40,20 @@ ACCUMULATORS = 8 if LANES == 8 else 24
 QUICK = ("float32", "float64", "bfloat16")
 """Types that are widened in no time beside their products."""
 
-FOUR, FOUR_KEYS, AHEAD_KEYS = 4, 32, 64
+FOUR, FOUR_KEYS, FOUR_BYTES = 4, 64, 8192
 """Rows for which a value of the other types is widened once; registers hold sums of a part of the width then, one part
-after the other. Keys in a strip of theirs. Keys ahead, of which the memory is asked for values, since it would not
-guess that order."""
+after the other. Keys and bytes in a strip of theirs at most. Meanwhile the memory is asked for the next strip, since it
+would not guess that order."""
 
 
 def strip_keys(row_bytes: int) -> int:
     """Values in a strip whose widened rows have so many bytes."""
     return min(STRIP_KEYS, max(4, STRIP // row_bytes))
+
+
+def _four_keys(storage: str, width: int) -> int:
+    """Values in a strip of four rows."""
+    return min(FOUR_KEYS, FOUR_BYTES // (width * stored_bytes(storage)))
 
 
 def _add_strip(
@@ -74,7 +79,7 @@ def _add_strip(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vectors, step = Vectors(builder, DOUBLE if name == "float64" else FLOAT), args[7]
-        ahead = builder.mul(step, vectors.number(AHEAD_KEYS)) if together == FOUR else None
+        ahead = builder.mul(step, vectors.number(_four_keys(name, width.literal_value))) if together == FOUR else None
         if streamed and name in ("float32", "float64"):
             ahead = vectors.number(AHEAD)
         loads = Loads(vectors, name, looked_up=code < 0)
@@ -138,7 +143,7 @@ def values_of(storage: str, common: int, looked_up: bool) -> Callable[[], int]:
     code = (STORAGES.index(storage) + 1) * (-1 if looked_up else 1)
     size, itemsize = stored_bytes(storage), 8 if storage == "float64" else 4
     row_bytes, quick = padded(common) * itemsize, storage in QUICK
-    most, strip = (2, strip_keys(row_bytes)) if quick else (FOUR, FOUR_KEYS)
+    most, strip = (2, strip_keys(row_bytes)) if quick else (FOUR, _four_keys(storage, common))
     first = 1 if quick and 2 * row_bytes > ACCUMULATORS * 4 * LANES else most
 
     @part(VALUES)
