@@ -70,7 +70,8 @@ class StreamingCall:
         results = id(None), id(out), id(answer), id(lse), id(sink)
         while (needed := self._step(args, results, memory)) > memory.size:
             memory = Memory(needed)
-        _unused.append(memory)
+        if memory.size <= KEPT_BYTES:
+            _unused.append(memory)
 
     def _step(self, args: Args, results: tuple[int, ...], memory: Memory) -> int:
         """Compute one step if there is enough memory; give the bytes that it takes."""
@@ -91,6 +92,9 @@ class Memory:
         self._bytes = np.empty(size + LINE, np.uint8)
         self.address, self.size = -(-address(self._bytes) // LINE) * LINE, size
 
+
+KEPT_BYTES = 1 << 22
+"""Larger memory is given back to the system: the call that needs it takes long enough to get new one."""
 
 _unused: list[Memory] = []
 """What no call is using now. Taking from a list and giving back are one operation each, safe between threads."""

@@ -468,6 +468,32 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}], ids=["plain", "options"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8], ids=lambda dtype: np.dtype(dtype).name)
+def test_what_was_in_working_memory_does_not_matter(monkeypatch, dtype, options):
+    rng = np.random.default_rng(0)
+    (q, *_), k, v = standard(), *(numbers(rng, (1, 2, 5000, 128), dtype) for _ in "kv")
+    found = set()
+    for filling in (0, 0xFF, 0x7F):  # NaN in every type
+        memory = cpu.Memory(1 << 20)
+        memory._bytes[:] = filling
+        monkeypatch.setattr(cpu, "_unused", [memory])
+        found.add(treeattn.attention(q, k, v, **options).tobytes())
+        assert cpu._unused == [memory]
+    assert len(found) == 1
+
+
+def test_only_small_working_memory_is_kept(monkeypatch):
+    monkeypatch.setattr(cpu, "_unused", [])
+    q, k, v = standard(tokens=10)
+    treeattn.attention(q, k, v)
+    (kept,) = cpu._unused
+    many = np.concatenate([q] * (cpu.KEPT_BYTES // q.nbytes + 1), axis=2)
+    assert_attention(treeattn.attention(many, k, v, return_lse=True), many, k, v)
+    assert cpu._unused == []
+    assert kept.size <= cpu.KEPT_BYTES
+
+
 @pytest.mark.parametrize("array", [np.zeros((2, 3, 4), np.int8)[:, ::-2], np.zeros(5).T, np.zeros((0, 2, 1, 3))])
 def test_compiled_code_reads_array_objects(array):
     found = np.full(6, -1)

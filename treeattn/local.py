@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_numpy
+from treeattn.arrays import FLOAT_DTYPES, as_array, cast, dtype_name, narrow_dtype, to_numpy
 from treeattn.backends.base import Attend, Backend, Prepared
 from treeattn.backends.registry import DEFAULT, find, following, load
 from treeattn.devices import fetch, give, kind_of, on_device
@@ -136,7 +136,7 @@ def attention(
     spec, args = resolve(q, k, v, options)
     _check_out(out, spec)
     sink = sink_logits(sink, spec.q_heads, spec.state_dtype, spec.on_device)
-    result, lse = _attending(backend_of(spec, backend), spec)(args, sink, return_lse)
+    result, lse = _attend_of(spec, backend)(args, sink, return_lse)
     return _hand_over(result, lse, spec, return_lse, out)
 
 
@@ -316,7 +316,7 @@ def _hand_over(result: Any, lse: Any, spec: Spec, return_lse: bool, out: Any) ->
         result, lse = fetch(result), lse if lse is None else fetch(lse)
     result = to_bhtd(result, spec.layout)
     if out is None:
-        if spec.q_dtype != spec.state_dtype:
+        if spec.q_dtype != spec.state_dtype and dtype_name(result) != spec.q_dtype:
             result = cast(result, narrow_dtype(spec.q_dtype))
         if spec.layout != "bhtd" and isinstance(result, np.ndarray):
             result = np.ascontiguousarray(result)
@@ -346,6 +346,20 @@ def run_backend(spec: Spec, args: Args, backend: Any, out: PartialState | None =
 def _prepared(backend: Backend, spec: Spec) -> Prepared:
     """Choose a call's kernels once: the steps of a decode differ only in their arrays."""
     return find(backend, spec).prepare(spec)
+
+
+def _attend_of(spec: Spec, backend: Any) -> Attend:
+    """Give what `_attending` does, at once where it is the same as the last time: the layers of a model are alike."""
+    global _last
+    if backend is not None:
+        return _attending(backend_of(spec, backend), spec)
+    found = _last
+    if found is None or found[0] is not spec:
+        found = _last = spec, _attending(backend_of(spec, None), spec)
+    return found[1]
+
+
+_last: tuple[Spec, Attend] | None = None
 
 
 @lru_cache(maxsize=256)
