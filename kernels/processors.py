@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from treeattn.errors import InputError
 
-__all__ = ["VARIABLE", "Share", "thread_count", "thread_share"]
+__all__ = ["VARIABLE", "Share", "fair_share", "thread_count", "thread_share"]
 
 VARIABLE = "TREEATTN_THREADS"
 
@@ -43,6 +43,11 @@ def thread_share() -> Share:
     wanted = os.environ.get(VARIABLE)
     if wanted:
         return Share(_number(wanted), f"{VARIABLE}={wanted}")
+    return fair_share()
+
+
+def fair_share() -> Share:
+    """Give this rank's share of the host's processors, whatever ``TREEATTN_THREADS`` says."""
     own, host = _processors(0), _part_of_host()
     return host if host.threads < own else Share(own, f"all {own} processors that this process may use")
 

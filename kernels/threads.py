@@ -21,15 +21,15 @@ from numba import types as _types
 
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.memory import add_at, call_part, load_acquire, pause, pointer, store_release, swap_if
-from treeattn.kernels.processors import thread_count
+from treeattn.kernels.processors import fair_share, thread_count
 
 types: Any = _types  # untyped: so are the functions made of it
 
 __all__ = ["Board", "look_again", "team", "work_together"]
 
-BELL, RINGER, SLEEPERS, STOP, BED = 0, 8, 64, 128, 192
+BELL, RINGER, SLEEPERS, STOP, LOOKS, BED = 0, 8, 64, 128, 136, 192
 """Where on the board are: how often it was rung, on which processor last, the helpers that sleep, whether they are to
-end, and a semaphore."""
+end, how often they look for another job before they sleep, and a semaphore."""
 
 SLOTS, FIRST_SLOT, SLOT_BYTES = 8, 256, 128
 """Calls that can have helpers at once, and where their slots are."""
@@ -43,7 +43,8 @@ between the two whether the caller sleeps until they are done."""
 
 HELPER_LOOKS, CALLER_LOOKS = 400, 2000
 """Times that a helper looks for another job before it sleeps, and a caller whether its helpers are done: some 200 µs,
-and some 50. Helpers leave the processor to whoever waits for it between two looks."""
+and some 50. Helpers leave the processor to whoever waits for it between two looks, and look once where there are more
+threads than this process's share of processors."""
 
 ENDED = -1
 
@@ -156,7 +157,7 @@ def _help(slot: int, number: int) -> None:
 
 @inline
 def _rings(board: int, seen: int) -> bool:
-    for _ in range(HELPER_LOOKS):
+    for _ in range(load_acquire(board + LOOKS)):
         if load_acquire(board + BELL) != seen:
             return True
         sched_yield()
@@ -185,13 +186,17 @@ class Board:
         for semaphore in (BED, *(FIRST_SLOT + i * SLOT_BYTES + END for i in range(SLOTS))):
             self._c.sem_init(ctypes.c_void_p(self.address + semaphore), 0, 0)
 
-    def gather(self, helpers: int) -> None:
-        """See to it that there are so many helpers."""
+    def gather(self, helpers: int, looks: int = 1) -> None:
+        """See to it that there are so many helpers, which look so often for another job before they sleep."""
+        self._write(LOOKS, looks)
         with self._lock:
             while len(self._helpers) < helpers and not self._dismissed:
                 helper = threading.Thread(target=self._help, args=(_serve(),), name="treeattn", daemon=True)
                 helper.start()
                 self._helpers.append(helper)
+
+    def _write(self, place: int, number: int) -> None:
+        ctypes.c_int64.from_address(self.address + place).value = number
 
     def _help(self, serve: Callable[[int, bool], int]) -> None:
         """Be a helper, on other processors than that of a caller on which it has been woken."""
@@ -204,7 +209,7 @@ class Board:
         """End the helpers, before the code that they run is unloaded; calls do without them from now on."""
         with self._lock:
             self._dismissed = True
-        ctypes.c_int64.from_address(self.address + STOP).value = 1
+        self._write(STOP, 1)
         for _ in self._helpers:
             self._c.sem_post(ctypes.c_void_p(self.address + BED))
         for helper in self._helpers:
@@ -221,7 +226,7 @@ class _Team:
     def look(self) -> None:
         """Look again how many threads there may be."""
         self.threads, self.calls = thread_count(), CALLS_TO_A_LOOK - 1
-        self.board.gather(self.threads - 1)
+        self.board.gather(self.threads - 1, HELPER_LOOKS if self.threads <= fair_share().threads else 1)
 
 
 def team() -> tuple[int, int]:

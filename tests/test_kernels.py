@@ -23,6 +23,7 @@ import treeattn
 from treeattn.inputs import Options, resolve
 from treeattn.kernels import array_objects, cpu, threads
 from treeattn.kernels.plain import partial as plain_partial
+from treeattn.kernels.processors import fair_share
 from treeattn.kernels.specialisations import parts_of, specialisations
 from treeattn.testing.oracle import assert_attention, assert_close, dense
 
@@ -369,6 +370,14 @@ class TestThreads:
         assert threads.team()[1] == 2
         monkeypatch.setenv("TREEATTN_THREADS", "1")
         assert [threads.team()[1] for _ in range(threads.CALLS_TO_A_LOOK)][-1] == 1
+
+    def test_helpers_look_longer_only_where_each_has_a_processor(self, monkeypatch):
+        looks, share = [], fair_share().threads
+        monkeypatch.setattr(threads.Board, "gather", lambda board, helpers, looks_: looks.append(looks_))
+        for count in (share, share + 1):
+            self.set_threads(monkeypatch, count)
+            threads.team()
+        assert looks == [threads.HELPER_LOOKS, 1]
 
     @pytest.mark.parametrize("callers", [6, threads.SLOTS + 4])
     def test_several_python_threads_may_call_at_once(self, monkeypatch, callers):
