@@ -187,12 +187,18 @@ class Board:
             self._c.sem_init(ctypes.c_void_p(self.address + semaphore), 0, 0)
 
     def gather(self, helpers: int, looks: int = 1) -> None:
-        """See to it that there are so many helpers, which look so often for another job before they sleep."""
+        """See to it that there are so many helpers, which look so often for another job before they sleep.
+
+        Where the system gives fewer threads, calls do without the others.
+        """
         self._write(LOOKS, looks)
         with self._lock:
             while len(self._helpers) < helpers and not self._dismissed:
                 helper = threading.Thread(target=self._help, args=(_serve(),), name="treeattn", daemon=True)
-                helper.start()
+                try:
+                    helper.start()
+                except RuntimeError:  # there are too many, or the program ends
+                    return
                 self._helpers.append(helper)
 
     def _write(self, place: int, number: int) -> None:
@@ -200,10 +206,14 @@ class Board:
 
     def _help(self, serve: Callable[[int, bool], int]) -> None:
         """Be a helper, on other processors than that of a caller on which it has been woken."""
-        allowed = os.sched_getaffinity(0)
+        allowed = chosen = os.sched_getaffinity(0)
         while (crowded := serve(self.address, len(allowed) > 1)) != ENDED:
+            now = os.sched_getaffinity(0)
+            if now != chosen:  # somebody has said anew where this process may run
+                allowed = now
+            chosen = allowed - {crowded} or allowed
             with contextlib.suppress(OSError):  # they may not be ours any more: then it stays where it is
-                os.sched_setaffinity(0, allowed - {crowded})
+                os.sched_setaffinity(0, chosen)
 
     def dismiss(self) -> None:
         """End the helpers, before the code that they run is unloaded; calls do without them from now on."""

@@ -444,6 +444,35 @@ class TestThreads:
         assert found == [(allowed, True), *((allowed - {cpu}, True) for cpu in crowded[:2])]
         assert os.sched_getaffinity(0) == allowed
 
+    @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a helper can only move where there are 2 processors")
+    def test_a_helper_stays_where_somebody_has_put_it(self):
+        """As ``taskset -a -p`` does with all threads of a process."""
+        allowed, found = os.sched_getaffinity(0), []
+        first = min(allowed)
+
+        def serve(board, moves):
+            found.append((os.sched_getaffinity(0), moves))
+            if len(found) == 2:
+                os.sched_setaffinity(0, {first})
+            return [first, first, first, threads.ENDED][len(found) - 1]
+
+        helper = threading.Thread(target=threads.Board()._help, args=(serve,))
+        helper.start()
+        helper.join(10)
+        assert found == [(allowed, True), (allowed - {first}, True), ({first}, False), ({first}, False)]
+
+    def test_a_call_does_without_threads_that_the_system_does_not_give(self, monkeypatch):
+        def start(thread):
+            raise RuntimeError("can't start new thread")
+
+        q, k, v = standard(tokens=9000)
+        expected, team = treeattn.attention(q, k, v).tobytes(), threads._Team()
+        monkeypatch.setattr(threads, "_team", team)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        self.set_threads(monkeypatch, 3)
+        assert treeattn.attention(q, k, v).tobytes() == expected
+        assert not team.board._helpers
+
     def test_signals_are_heard_between_calls(self, monkeypatch):
         self.set_threads(monkeypatch, 2)
         q, k, v = standard(tokens=9000)
