@@ -28,6 +28,9 @@ config: Any = _config  # its settings appear at run time, out of a type checker'
 
 __all__ = ["cache_folder", "clear_cache"]
 
+NUMBAS: str = config.CACHE_DIR
+"""The folder that somebody has given numba. While a thread compiles, numba's own setting is another one."""
+
 UNUSED_DAYS = 14
 """Days after which the folder of another version is removed."""
 
@@ -58,8 +61,8 @@ def clear_cache() -> list[Path]:
 
 
 def _roots() -> Iterator[Path]:
-    if config.CACHE_DIR:
-        yield Path(config.CACHE_DIR)
+    if NUMBAS:
+        yield Path(NUMBAS)
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeattn"
     yield Path(tempfile.gettempdir()) / f"treeattn-{os.getuid()}"
 

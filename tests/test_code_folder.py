@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import treeattn
-from treeattn.kernels import code_folder
+from treeattn.kernels import code_folder, compilation
 from treeattn.kernels.code_folder import cache_folder, clear_cache
 from treeattn.kernels.compilation import Compilation, account
 
@@ -67,6 +67,12 @@ def test_ranks_that_start_on_an_empty_cache_compile_each_function_once(warm):
     names = [sorted(each.name for each in rank["done"]) for rank in ranks]
     assert names == [names[0]] * RANKS
     assert sorted(each.name for rank in ranks for each in rank["done"] if not each.loaded) == names[0]
+
+
+def test_the_place_is_the_same_while_another_thread_compiles():
+    """Threads that begin together may look for it then, and would compile everything again in a place inside it."""
+    with compilation._compiling():
+        assert cache_folder.__wrapped__() == cache_folder()
 
 
 @pytest.fixture
