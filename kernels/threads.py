@@ -47,6 +47,7 @@ and some 50. Helpers leave the processor to whoever waits for it between two loo
 threads than this process's share of processors."""
 
 ENDED = -1
+"""What a helper gives when it is over, in place of a processor's number."""
 
 CALLS_TO_A_LOOK = 32
 """Calls from one look at the processors and the environment to the next."""

@@ -95,7 +95,7 @@ class Window:
     cores : int
         That they have.
     room : int
-        Bytes for a state in each slot.
+        Bytes for a state in each slot; an attribute too.
 
     Attributes
     ----------
@@ -104,7 +104,6 @@ class Window:
     spins, yields : int
         How often a swap looks at a flag before it gives up the core, and how often it does that before it becomes a
         round like others: it may spin for long where every rank has a core.
-    room : int
     """
 
     def __init__(self, memory: mmap.mmap, members: tuple[int, ...], cores: int, room: int) -> None:
