@@ -83,7 +83,7 @@ def finish(packed: Array, sink: Array | None) -> tuple[Array, Array]:
     ----------
     packed : array (B, Hq, Tq, Dv + 2), float32 or float64, C-contiguous
     sink : array (Hq,) of the same dtype, C-contiguous, or None
-        An extra raw logit per head with no value; -inf changes nothing.
+        An extra raw logit per head with no value; -inf changes nothing, +inf takes all weight.
     """
     batch, heads, tokens, width = packed.shape
     out = np.empty((batch, heads, tokens, width - 2), packed.dtype)
@@ -271,7 +271,8 @@ def _finish_row(target: Any, state: Any, sink: Any, width: int, dtype: Any) -> A
         return m + dtype(log(np.float64(l)))
     highest = sink if sink > m else m
     weight = dtype(exp(np.float64(m - highest)))
-    total = weight * l + dtype(exp(np.float64(sink - highest)))
+    # The larger logit weighs 1, even where inf - inf is NaN: a sink of +inf leaves nothing for the keys.
+    total = weight * l + (dtype(1) if sink == highest else dtype(exp(np.float64(sink - highest))))
     for j in range(width):
         target[j] = weight * state[j] / total
     return highest + dtype(log(np.float64(total)))

@@ -34,7 +34,7 @@ def logits(spec: Spec, args: Args, b: int, keys: slice) -> Array:
     """Logits (Hq, Tq, n) of batch row ``b`` against ``keys``, none behind ``kv_len``; -inf where hidden."""
     k = dequantised(spec, args.k, args.k_scale, args.k_block, b, keys)
     q = args.q[b].astype(spec.state_dtype).reshape(spec.kv_heads, -1, spec.head_dim)
-    found = (q @ k.swapaxes(1, 2)).reshape(spec.q_heads, spec.q_tokens, -1) * k.dtype.type(spec.scale)
+    found = (q @ k.swapaxes(1, 2)).reshape(spec.q_heads, spec.q_tokens, k.shape[1]) * k.dtype.type(spec.scale)
     if spec.softcap is not None:
         cap = k.dtype.type(spec.softcap)
         found = cap * np.tanh(found / cap)
@@ -67,5 +67,5 @@ def _fill_row(spec: Spec, args: Args, b: int, keys: slice, packed: Array) -> Non
     v = dequantised(spec, args.v, args.v_scale, args.v_block, b, keys)
     m = logit.max(axis=-1)
     p = np.exp(logit - np.where(m == -np.inf, 0, m)[..., None])
-    packed[..., :-2] = (p.reshape(spec.kv_heads, -1, p.shape[-1]) @ v).reshape(*m.shape, -1)
+    packed[..., :-2] = (p.reshape(spec.kv_heads, -1, p.shape[-1]) @ v).reshape(*m.shape, spec.v_head_dim)
     packed[..., -2], packed[..., -1] = p.sum(axis=-1), m

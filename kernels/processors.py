@@ -18,6 +18,8 @@ from treeattn.errors import InputError
 __all__ = ["VARIABLE", "Share", "fair_share", "thread_count", "thread_share"]
 
 VARIABLE = "TREEATTN_THREADS"
+MOST_THREADS = 1024
+"""What the variable may ask for: all of them are started, needed or not, and a slip of the keyboard is no wish."""
 
 
 class Share(NamedTuple):
@@ -33,7 +35,7 @@ def thread_count() -> int:
     Raises
     ------
     InputError
-        ``TREEATTN_THREADS`` is not a whole number of at least 1.
+        ``TREEATTN_THREADS`` is not a whole number from 1 to `MOST_THREADS`; where it is empty, it is as if not set.
     """
     return thread_share().threads
 
@@ -54,9 +56,10 @@ def fair_share() -> Share:
 
 @cache
 def _number(wanted: str) -> int:
-    if not re.fullmatch(r"\s*0*[1-9]\d{0,4}\s*", wanted):
-        raise InputError.of(VARIABLE, expected="a number of threads of at least 1", got=repr(wanted))
-    return int(wanted)
+    number = int(wanted) if re.fullmatch(r"\s*0*\d{1,4}\s*", wanted, re.ASCII) else 0
+    if not 1 <= number <= MOST_THREADS:
+        raise InputError.of(VARIABLE, expected=f"a number of threads from 1 to {MOST_THREADS}", got=repr(wanted))
+    return number
 
 
 @cache

@@ -485,6 +485,16 @@ def test_scales_multiply_stored_keys_and_values_by_blocks_of_tokens(backend, sha
 # ---- the sink, empty rows and lse
 
 
+@pytest.mark.parametrize("option", [{}, {"causal": True}, {"window": (2, 2)}, {"softcap": 2.0}, {"kv_len": 0}])
+@pytest.mark.parametrize(("batch", "q_tokens"), [(0, 2), (2, 0), (0, 0)])
+@pytest.mark.parametrize("kv_tokens", [0, 5])
+def test_no_rows_or_no_queries_give_an_empty_answer(backend, batch, q_tokens, kv_tokens, option):
+    q, k, v = (np.ones((batch, h, t, D), F32) for h, t in ((HQ, q_tokens), (HKV, kv_tokens), (HKV, kv_tokens)))
+    assert_attention(treeattn.attention(q, k, v, backend=backend, return_lse=True, **option), q, k, v, **option)
+    energy = treeattn.energy(q, k, v, np.zeros(D, F32), backend=backend, **option)
+    assert energy.shape == (batch, HQ, q_tokens)
+
+
 def test_the_sink_is_counted_once_for_all_shards(backend):
     given, sink = call(), np.linspace(-1, 3, HQ).astype(F32)
     cuts = [slice(0, 5), slice(5, 5), slice(5, TK)]
@@ -511,6 +521,23 @@ def test_a_row_that_sees_no_key_gives_0_and_minus_infinity_or_the_sink(backend):
 def test_a_sink_of_minus_infinity_is_none(backend):
     with_it = treeattn.attention(**call(sink=np.full(HQ, -INF)), backend=backend, return_lse=True)
     assert same(with_it, treeattn.attention(**call(), backend=backend, return_lse=True))
+
+
+def test_a_sink_of_infinity_takes_all_the_weight_of_keys_that_are_finite(backend):
+    given, sink = call(), np.array([INF, 0.5, INF, -INF, 1e39, 2.0])  # 1e39 is +inf in float32
+    out, lse = treeattn.attention(**given, sink=sink, backend=backend, return_lse=True)
+    whole = sink > 1e38
+    assert not out[:, whole].any()
+    assert np.all(lse[:, whole] == INF)
+    right, limit = softmax_over(given, sink=np.where(whole, 0, sink)), tolerance(**given, sink=np.where(whole, 0, sink))
+    assert_close(out[:, ~whole], right[0][:, ~whole], limit.out)
+    assert_close(lse[:, ~whole], right[1][:, ~whole], limit.lse, "lse")
+
+
+@pytest.mark.parametrize("seen", [NAN, INF])
+def test_a_sink_of_infinity_hides_no_nan_that_is_seen(backend, seen):
+    given = call(mask=np.where(KEYS == 4, seen, 0).astype(F32), sink=np.full(HQ, INF))
+    assert np.isnan(treeattn.attention(**given, backend=backend)).all()
 
 
 def test_lse_is_natural_unless_a_base_is_named(backend):

@@ -65,12 +65,21 @@ def test_the_variable_goes_before_everything(monkeypatch):
     assert found == (7, "TREEATTN_THREADS= 07 ")
 
 
-@pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "999999"])
+@pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "999999", "1025", "20000", "+2", "1_0", "\u0662", " "])
 def test_a_number_of_threads_that_is_none_is_refused(monkeypatch, count):
     monkeypatch.setenv("TREEATTN_THREADS", count)
     ones = np.ones((1, 1, 1, 4), np.float32)
-    with pytest.raises(InputError, match=r"^TREEATTN_THREADS: expected a number .*, got"):
-        treeattn.attention(ones, ones, ones)
+    for _ in range(2):  # it is as wrong the next time
+        with pytest.raises(InputError, match=r"^TREEATTN_THREADS: expected a number of threads from 1 to 1024, got"):
+            treeattn.attention(ones, ones, ones)
+
+
+def test_the_most_threads_that_can_be_asked_for(monkeypatch):
+    assert share(monkeypatch, own=4, job=4, TREEATTN_THREADS="1024").threads == 1024
+
+
+def test_an_empty_variable_is_as_if_not_set(monkeypatch):
+    assert share(monkeypatch, own=4, job=4, TREEATTN_THREADS="").threads == 4
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no processes")

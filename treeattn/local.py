@@ -68,7 +68,7 @@ def attention(
     softcap : float, optional
         Replaces a logit by ``softcap * tanh(logit / softcap)``.
     sink : array (Hq,), optional
-        An extra raw logit per query head, with no value behind it.
+        An extra raw logit per query head, with no value behind it: -inf changes nothing, +inf takes all the weight.
     q_pos : integer array (Tq,) or (B, Tq), optional
         Positions of the queries. By default the last one stands on its row's last real key and the others
         consecutively before it.

@@ -69,7 +69,8 @@ extern "C" __global__ void TA_LAUNCH_BOUNDS(TA_THREADS, 1) treeattn_finish(const
   const float l = state[width], m = state[width + 1], highest = sink > m ? sink : m;
   const bool plain = sink == -TA_INF;
   const float weight = plain ? 1.f : (float)ta_exp((double)(m - highest));
-  const float total = plain ? l : weight * l + (float)ta_exp((double)(sink - highest));
+  const float extra = sink == highest ? 1.f : (float)ta_exp((double)(sink - highest));  // inf - inf is NaN
+  const float total = plain ? l : weight * l + extra;
   for (int j = threadIdx.x; j < width; j += TA_THREADS) {
     out[j] = l == 0.f ? 0.f : (plain ? state[j] : weight * state[j]) / total;
   }

@@ -154,12 +154,26 @@ class BackendConformance:
             assert not out.any()
             assert np.array_equal(got, np.broadcast_to(np.float32(lse), got.shape))
 
+    def test_no_rows_or_no_queries_give_an_empty_answer(self) -> None:
+        """Of the shape that is asked for."""
+        q, k, v = self.inputs()
+        for given in ((q[:0], k[:0], v[:0]), (q[:, :, :0], k, v), (q[:, :, :0], k[:, :, :0], v[:, :, :0])):
+            assert_attention(treeattn.attention(*given, backend=self.backend, return_lse=True), *given)
+
     def test_the_sink_is_counted_once(self) -> None:
         """Also where the keys come in shards."""
         q, k, v = self.inputs()
         sink = np.linspace(-1, 2, 6, dtype=np.float32)
         got = treeattn.merge(self.states(5, 20)).finish(sink=sink, return_lse=True)
         assert_attention(got, q, k, v, sink=sink)
+
+    def test_an_infinite_sink_takes_all_the_weight_or_none(self) -> None:
+        """Whether the keys come at once or in shards."""
+        q, k, v = self.inputs()
+        sink = np.array([np.inf, -np.inf, 0, np.inf, 1, -np.inf], np.float32)
+        at_once = treeattn.attention(q, k, v, sink=sink, backend=self.backend, return_lse=True)
+        for got in (at_once, treeattn.merge(self.states(5, 20)).finish(sink=sink, return_lse=True)):
+            assert_attention(got, q, k, v, sink=sink)
 
     def test_shards_anywhere_and_in_any_order_give_the_dense_answer(self) -> None:
         """Law 2: empty shards too."""
