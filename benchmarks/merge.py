@@ -18,13 +18,16 @@ call, of the slowest rank:
 - ``gather``: an all-gather of the states, merged by every rank in compiled code;
 - ``ring``: states passed on around a ring, merged by every rank when it has them all.
 
-Every row's result is compared with the float64 merge before it is timed.
+Every row's result is compared with the float64 merge before it is timed. Where the ranks of a host outnumber its cores,
+each is pinned to one, in turns, for all schemes alike. The table's head says so, and how long a word took from one core
+of rank 0's machine to another: what goes through shared memory depends on it, and on virtual machines it changes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +35,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from cores import Distance, spread
 from merge_plot import draw
 from mpi4py import MPI
 from rank_timing import milliseconds
@@ -147,16 +151,17 @@ def check(name: str, result: Any, state: treeattn.PartialState) -> None:
     assert error < 1e-5, f"{name} is wrong by {error}"
 
 
-def measure(calls: dict[str, Call], blocks: int, repeats: int) -> dict[str, dict[str, float]]:
+def measure(calls: dict[str, Call], blocks: int, repeats: int, distance: Distance) -> dict[str, dict[str, float]]:
     """Give median and best block of each call."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(blocks):
+        distance.look()
         for name, call in calls.items():
             found[name].append(milliseconds(call, repeats))
     return {name: {"median": statistics.median(each), "best": min(each)} for name, each in found.items()}
 
 
-def measure_payload(heads: int, width: int, blocks: int, repeats: int) -> dict[str, Any]:
+def measure_payload(heads: int, width: int, blocks: int, repeats: int, distance: Distance) -> dict[str, Any]:
     """Give what one payload takes by every scheme, and by which plans."""
     rng = np.random.default_rng(WORLD.rank)
     q, k, v = (rng.standard_normal((1, heads, n, width), dtype=np.float32) for n in (1, 4, 4))
@@ -174,7 +179,8 @@ def measure_payload(heads: int, width: int, blocks: int, repeats: int) -> dict[s
         "hosts": len(set(comms["default"].hosts)),
         "bytes": state.nbytes,
         "plans": plans,
-        "milliseconds": measure(calls, blocks, repeats),
+        "milliseconds": measure(calls, blocks, repeats, distance),
+        "ns_between_cores": distance.ns,
     }
     for comm in comms.values():
         comm.free()
@@ -193,13 +199,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Give what each payload takes."""
+    cores = os.sched_getaffinity(0)
+    where, repeats = spread(), (options.width, options.blocks, options.repeats)
+    return [{"ranks_are": where, **measure_payload(each, *repeats, Distance(cores))} for each in options.heads]
+
+
 def main() -> None:
     options = arguments()
     install_abort_hook()
     if options.runs:
         runs = [run for path in options.runs for run in json.loads(path.read_text())]
     else:
-        runs = [measure_payload(each, options.width, options.blocks, options.repeats) for each in options.heads]
+        runs = measure_all(options)
     if WORLD.rank > 0:
         return
     for run in runs:
@@ -212,8 +225,9 @@ def main() -> None:
 
 def show(run: dict[str, Any]) -> None:
     """Print the table of a payload."""
-    layout = f"{run['ranks']} ranks on {run['hosts']} hosts"
-    table = Table(title=f"one merge of {run['bytes']:,} bytes, ms of the slowest rank, {layout}")
+    layout = f"{run['ranks']} ranks on {run['hosts']} hosts, {run['ranks_are']}"
+    apart = "" if run["ns_between_cores"] is None else f"; cores {run['ns_between_cores']:.0f} ns apart"
+    table = Table(title=f"one merge of {run['bytes']:,} bytes, ms of the slowest rank, {layout}{apart}")
     for column in ("scheme", "median", "best", "times as fast as three", "plan"):
         table.add_column(column)
     found = run["milliseconds"]

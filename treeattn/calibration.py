@@ -117,7 +117,7 @@ def _step(session: Session, form: WireForm) -> Run:
 
     def step() -> None:
         shortcut = session.shortcut
-        if shortcut is None or shortcut(state, None, attempt) is None:
+        if shortcut is None or shortcut.merge(state, None, attempt) is None:
             session.merge(attempt, None)
 
     return step

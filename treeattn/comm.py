@@ -324,7 +324,7 @@ class TreeComm:
         """
         shortcut = self._session.shortcut
         if shortcut is not None and shortcut.is_allreduce:
-            merged = shortcut(state, out)
+            merged = shortcut.merge(state, out)
             if merged is not None:
                 return merged
         merged = self.exchange(self._attempt("allreduce", state, None), out=out)
@@ -455,7 +455,7 @@ class TreeComm:
         """
         shortcut = self._session.shortcut
         if shortcut is not None and attempt.signature is shortcut.signature:  # kept by those who make signatures
-            merged = shortcut(attempt.state, out, attempt)
+            merged = shortcut.merge(attempt.state, out, attempt)
             if merged is not None:
                 return merged
         with self._guard:

@@ -17,7 +17,7 @@ __all__ = ["Shortcut"]
 
 
 class Shortcut(ABC):
-    """A way through an exchange of states in host memory; calling it is an allreduce.
+    """A way through an exchange of states in host memory; `merge` is an allreduce.
 
     It is there for what happens in every step. What it finds to be otherwise it leaves to the exchange, in the middle
     of the step, and on this rank alone: the others can't tell which way a rank has taken.
@@ -53,10 +53,12 @@ class Shortcut(ABC):
         self._ops, self._shape, self._dtype = state.ops, state._packed.shape, state._packed.dtype
         self._header = np.zeros(4, np.int64)
         self._header.view(np.uint8)[:] = np.frombuffer(Header(0, 0, signature.digest, 0).pack(), np.uint8)
-        self._check, self._checked = self._header.view(np.uint64)[3:], 0
         self.signature, self.is_allreduce = signature, signature.operation == "allreduce"
-        self._last: tuple[Any, Any] = signature, signature  # which nobody passes
+        self._last_state: Any = signature  # which nobody passes
+        self._last_out: Any = signature
+        self._check, self._checked = self._header.view(np.uint64)[3:], 0
         self._run, self._arguments = self._prepare()
+        self._third, self._fourth = self._arguments
 
     @abstractmethod
     def _prepare(self) -> tuple[Callable[..., int], tuple[Any, Any]]:
@@ -66,8 +68,11 @@ class Shortcut(ABC):
     def _otherwise(self, found: int, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         """End the step after what the run gave, where that is not 0."""
 
-    def __call__(self, state: Any, out: Any, attempt: Attempt | None = None) -> PartialState | None:
+    def merge(self, state: Any, out: Any, attempt: Attempt | None = None) -> PartialState | None:
         """Merge, and give the result; None where this call is not like the last, or the communicator not free.
+
+        Where ranks outnumber cores, several do in turn on each core what Python does here, each out of caches in which
+        the others have been: every attribute counts as often.
 
         Parameters
         ----------
@@ -76,8 +81,7 @@ class Shortcut(ABC):
         attempt : Attempt, optional
             The call, where more than its state and signature matters.
         """
-        last = self._last
-        if (state is not last[0] or out is not last[1]) and not self._takes(state, out):
+        if (state is not self._last_state or out is not self._last_out) and not self._takes(state, out):
             return None
         if self._guard.reason is not None or not self._enter(False):
             return None
@@ -86,7 +90,7 @@ class Shortcut(ABC):
             check = 0 if attempt is None else attempt.check
             if check != self._checked:
                 self._check[0] = self._checked = check
-            found = self._run(state._packed, merged._packed, *self._arguments)
+            found = self._run(state._packed, merged._packed, self._third, self._fourth)
             if found == 0:
                 self._tally.usage = self._usage
                 return merged
@@ -102,7 +106,7 @@ class Shortcut(ABC):
         if not self._fits(state) or not (out is None or self._fits(out)):
             return False
         if out is not None:
-            self._last = state, out
+            self._last_state, self._last_out = state, out
         return True
 
     def _fits(self, state: Any) -> bool:
