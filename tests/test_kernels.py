@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -32,7 +33,7 @@ NARROW = [np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 STORED = [*FLOATS, *NARROW]
 K_WIDTHS, V_WIDTHS = [1, 7, 16, 40, 80, 128, 128, 576], [1, 7, 16, 40, 128, 128, 256, 576]
 FEW = {80: [ml_dtypes.bfloat16], 256: [np.float32]}
-"""Types that are drawn of widths which have products of their own, so that at most 40 functions are compiled here."""
+"""Types that are drawn of widths which have products of their own; a test below counts what has to be compiled."""
 STRIDES = ["plain", "token-major", "reversed", "every second", "fortran", "padded", "read-only"]
 drawn = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
@@ -142,6 +143,20 @@ def test_every_option_at_once_gives_the_oracles_answer(call, portable):
         listed = dict(specialisations()).values()
         assert all(part in listed for part in parts_of(spec).values())
     assert_attention(got, *call, **call.options)
+
+
+def test_what_is_drawn_needs_at_most_40_functions_of_a_type_or_width(monkeypatch):
+    """Each takes a second to compile; the others are for single and for double precision, whatever the call."""
+    names, needed = {part: name for name, part in specialisations()}, set()
+    shapes = list(zip(K_WIDTHS, V_WIDTHS, strict=True))
+    for portable, tokens, q_dtype, (width, v_width), i in product("01", (1, 17), FLOATS, shapes, range(len(STORED))):
+        monkeypatch.setenv("TREEATTN_PORTABLE", portable)
+        k_dtype, v_dtype = (FEW.get(n, STORED)[i % len(FEW.get(n, STORED))] for n in (width, v_width))
+        k, v = np.zeros((1, 1, 1, width), k_dtype), np.zeros((1, 1, 1, v_width), v_dtype)
+        spec, _ = resolve(np.zeros((1, 1, tokens, width), q_dtype), k, v, Options())
+        needed.update(names[each] for each in parts_of(spec).values())
+    own = {name for name in needed if name.startswith(("scores", "values", "widened"))}
+    assert "scores of float32, width 128" in own and len(own) <= 40
 
 
 @pytest.mark.parametrize("portable", ["0", "1"])
@@ -667,7 +682,7 @@ def test_hidden_keys_stay_hidden_whatever_the_sign_of_scale(heads, scale):
 
 @pytest.mark.parametrize("blocks", [1, 3, 100, 1200])
 def test_scales_of_blocks_reach_their_own_keys(blocks):
-    q, k, v = standard(tokens=1200, width=64)
+    q, k, v = standard(tokens=1200)
     rng = np.random.default_rng(1)
     k, v = (numbers(rng, k.shape, np.int8) for _ in range(2))
     options = {name: rng.uniform(0.01, 0.02, (1, 2, blocks, 1)).astype(np.float32) for name in ("k_scale", "v_scale")}

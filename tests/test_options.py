@@ -75,7 +75,7 @@ def test_a_kv_head_serves_consecutive_query_heads(backend, q_heads, kv_heads):
     assert_computes({"q": q, "k": k, "v": v}, softmax_over({"q": q, "k": k, "v": v}), backend)
 
 
-@pytest.mark.parametrize(("width", "v_width"), [(1, 1), (7, 3), (64, 64), (80, 128), (192, 128)])
+@pytest.mark.parametrize(("width", "v_width"), [(1, 1), (7, 3), (64, 64), (72, 128), (200, 128)])
 def test_widths_need_not_be_equal_nor_round(backend, width, v_width):
     rng = np.random.default_rng(2)
     q, k, v = (rng.standard_normal((1, 2, n, w), dtype=F32) for n, w in ((1, width), (TK, width), (TK, v_width)))
