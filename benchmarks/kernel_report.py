@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,10 @@ def table(results: dict[str, Any]) -> None:
 
 
 def draw(results: dict[str, Any], file: str) -> None:
-    """Draw the share of the limit by context: a panel per row and number of threads, a line per library."""
+    """Draw the share of the limit by context: a panel per row and number of threads, a line per library.
+
+    Lines join medians; the middle half of the samples is shaded.
+    """
     from treeattn.cli.plots import import_pyplot
 
     rows = [row for row in results["rows"] if "absent" not in row]
@@ -68,13 +73,25 @@ def draw(results: dict[str, Any], file: str) -> None:
     figure, axes = import_pyplot().subplots(
         1, len(panels), figsize=(5 * len(panels), 4.5), layout="constrained", squeeze=False
     )
+    highest = max(110, *(105 * row["share_quartiles"][1] for row in rows))
     for axis, (name, threads) in zip(axes[0], panels, strict=True):
-        for peer in peers:
-            own = [row for row in rows if (row["name"], row["threads"], row["peer"]) == (name, threads, peer)]
-            shares = [100 * row["share"] for row in own]
-            axis.plot([row["tokens"] for row in own], shares, marker="o", label=peer, color=f"C{peers.index(peer)}")
-        axis.set(title=f"{name}, {threads} threads", xlabel="tokens", ylim=(0, 110), xscale="log")
+        own = [row for row in rows if (row["name"], row["threads"]) == (name, threads)]
+        for number, peer in enumerate(peers):
+            _line(axis, [row for row in own if row["peer"] == peer], peer, f"C{number}")
+        axis.axhline(100, color="grey", linewidth=1)
+        axis.set(title=f"{name}, {threads} thread{'s' * (threads > 1)}", xlabel="tokens", xscale="log")
+        ticks = sorted({row["tokens"] for row in own})
+        axis.set(ylim=(0, highest), xticks=ticks, xticklabels=[f"{tick:,}" for tick in ticks])
+        axis.set_xticks([], minor=True)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("% of a plain read")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(file, dpi=120)
+
+
+def _line(axis: Any, rows: Sequence[dict[str, Any]], name: str, color: str) -> None:
+    rows = sorted(rows, key=itemgetter("tokens"))
+    tokens, shares = [row["tokens"] for row in rows], [100 * row["share"] for row in rows]
+    low, high = ([100 * row["share_quartiles"][end] for row in rows] for end in (0, 1))
+    axis.plot(tokens, shares, marker="o", label=name, color=color)
+    axis.fill_between(tokens, low, high, color=color, alpha=0.2, linewidth=0)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import treeattn
+from treeattn.cli.plots import import_pyplot
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -139,8 +140,12 @@ def test_a_plot_of_shares_has_a_panel_per_row_and_says_when_there_is_nothing_to_
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     report, file = part("report"), tmp_path / "shares.svg"
     row = {"name": "f32-gqa", "threads": 2, "peer": "treeattn"}
-    drawn = [{**row, "tokens": tokens, "share": share} for tokens, share in ((4096, 0.8), (32768, 0.9))]
+    shares = {4096: (0.8, 0.7, 0.9), 32768: (0.9, 0.8, 1.2)}
+    drawn = [{**row, "tokens": n, "share": share[0], "share_quartiles": share[1:]} for n, share in shares.items()]
     report.draw({"rows": [*drawn, {**row, "name": "f32-mha", "tokens": 4096, "absent": "disturbed"}]}, str(file))
     assert "f32-mha" not in file.read_text()
+    (axis,) = import_pyplot().gcf().axes
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["4,096", "32,768"]
+    assert axis.get_ylim()[1] > 120
     with pytest.raises(click.ClickException, match="no row has figures"):
         report.draw({"rows": [{**row, "tokens": 4096, "absent": "disturbed"}]}, str(file))
