@@ -72,8 +72,6 @@ class Own(NamedTuple):
     """As much as `room` gives."""
     spins: int
     yields: int
-    clears: int
-    """Whether this rank clears what ranks have in common."""
     steps: int
     uses: int
     rounds: int
@@ -168,8 +166,8 @@ def _swap_of(dtype: Any, kind: Any) -> Any:
 
 
 _SWAP = {name: _swap_of(*both) for name, both in KINDS.items()}
-_HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _CLEARS_AT, _STEPS_AT = range(6)
-_USES_AT, _ROUNDS_AT, _SLOT_AT, _COMMON_AT = 6, 7, 8, 10
+_HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _STEPS_AT = range(5)
+_USES_AT, _ROUNDS_AT, _SLOT_AT, _COMMON_AT = 5, 6, 7, 9
 
 
 @inline
@@ -185,7 +183,9 @@ def _swap(state: Array, out: Array, slots: Array, own: Array, dtype: Any, kind: 
     sources, shifted = slots[odd * ranks : (odd + 1) * ranks], slots[2 * ranks :]
     width = state.shape[3]
     rows = state.size // width
-    if own[_CLEARS_AT] != 0:  # all have left the use before the last, so nobody counts here any more
+    # All have left the use before the last, so nobody counts here any more, and nobody does again before all have
+    # published. Each clears: any of the others may take a longer way through this step, which does not.
+    if common != 0:
         pointer(common + TAKEN, np.int64)[0] = 0
         pointer(common + MERGED, np.int64)[0] = 0
     copy_words(slot - HEADER, header, HEADER)

@@ -166,6 +166,28 @@ def test_states_on_a_device_go_through_memory_too():
     assert run_ranks(3, body) == [[right] * 3] * 3
 
 
+@pytest.mark.parametrize("on_device", [{0}, {1}, {0, 2}, {0, 1, 2}], ids=str)
+def test_states_of_hosts_and_devices_meet_in_memory(monkeypatch, on_device):
+    """Ranks with a device take the longer way; the others merge together what is new in each step."""
+
+    def body(transport):
+        fake, found = FakeBackend(), []
+        with TreeComm(transport) as comm:
+            for step in range(6):
+                state = state_of(transport.rank + 4 * step)
+                if transport.rank in on_device:
+                    there = fake.ops.empty(state.packed.shape, "float32")
+                    fake.ops.from_host(state.packed.reshape(-1).view(np.uint8), there)
+                    found.append(comm.allreduce(PartialState(there, fake.ops))._packed._memory.tobytes())
+                else:
+                    found.append(bits(comm.allreduce(state)))
+        return found
+
+    monkeypatch.setattr(window, "merge_together", lambda *_: True)
+    right = [bits(over_the_wire([state_of(rank + 4 * step) for rank in range(4)])) for step in range(6)]
+    assert run_ranks(4, body) == [right] * 4
+
+
 @pytest.mark.parametrize("hosts", ["hh", "hi", "hhii"])
 def test_a_step_allocates_nothing_that_grows_and_no_array(mpirun, hosts):
     """In a thousand steps the smallest leak would be 50 KB, and one array at a time 16 KB; Python's own lists of free

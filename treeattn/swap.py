@@ -40,7 +40,6 @@ class Swap(Shortcut):
             room=self._room.ctypes.data,
             spins=window.spins,
             yields=window.yields,
-            clears=even != 0 and transport.rank == 0,
             steps=self._channel.steps.address,
             uses=window.uses.address,
             rounds=self._tally.all_rounds.address,
