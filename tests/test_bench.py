@@ -144,7 +144,7 @@ def test_a_plot_without_matplotlib_names_the_extra(bench, monkeypatch, tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, _, err = bench(*SMALL, "--plot", tmp_path / "rows.png")
     assert status == 1
-    assert "pip install treeattn[plot]" in err
+    assert "pip install 'treeattn[plot]'" in err
 
 
 def test_plots_are_drawn(bench, tmp_path):

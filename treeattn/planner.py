@@ -32,7 +32,9 @@ BY_MODEL = "default", "auto"
 
 
 def parse_radices(plan: Any) -> Radices | None:
-    """Read what ``plan=`` takes: a name, radices as a sequence or as text, or a Plan; None leaves it to a cost model.
+    """Read what ``plan=`` takes: a name, radices as a sequence or as text, a Plan, or the path of a file with one.
+
+    None leaves it to a cost model.
 
     Examples
     --------
@@ -45,10 +47,19 @@ def parse_radices(plan: Any) -> Radices | None:
         return plan.radices
     found = plan if isinstance(plan, Radices) else read_radices(plan)
     if found is None:
+        found = _in_file(plan)
+    if found is None:
         known = ", ".join(map(repr, (*BY_MODEL, *NAMED_RADICES)))
-        expected = f"{known}, a pair of radices (inside, between), a triple (inside, rack, between) or a Plan"
-        raise InputError.of("plan", expected=expected, got=repr(plan))
+        shapes = "a pair of radices (inside, between), a triple (inside, rack, between)"
+        raise InputError.of("plan", expected=f"{known}, {shapes}, a Plan or a file with one", got=repr(plan))
     return found
+
+
+def _in_file(path: Any) -> Radices | None:
+    from treeattn.saved import text_of  # only what was written elsewhere needs it
+
+    text = text_of("plan", path)
+    return None if text is None else Plan.from_json(text).radices
 
 
 def plan_allreduce(

@@ -81,7 +81,7 @@ def run(question: Question, setup: Setup) -> None:
 
 def _model_file(setup: Setup) -> Path:
     if missing := [name for name in ("gguf", "tokenizers") if find_spec(name) is None]:
-        raise LlamaError(f"the package {' and '.join(missing)} is not installed: pip install treeattn[demo]")
+        raise LlamaError(f"the package {' and '.join(missing)} is not installed: pip install 'treeattn[demo]'")
     return setup.model or _demo_model()
 
 

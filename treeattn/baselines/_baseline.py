@@ -147,6 +147,9 @@ class Baseline(ABC):
     same_bits = True
     """Whether all ranks get the same bits in decoding, as they do from the tree."""
 
+    def __repr__(self) -> str:
+        return f"<treeattn.baselines: {self.name}>"
+
     @abstractmethod
     def run(self, call: Call, wire: Wire) -> PartialState | None:
         """Compute and send; give the state of all keys for this rank's queries, None where nobody wants it."""

@@ -13,7 +13,7 @@ import click
 from treeattn.arrays import FLOAT_DTYPES
 from treeattn.cli.bench_ranks import Contest, on_mpi, on_threads, report_to
 from treeattn.cli.bench_report import environment, show
-from treeattn.cli.options import json_option
+from treeattn.cli.options import ALGORITHM_NAMES, backend_option, json_option, plan_option
 from treeattn.cli.workload import Workload
 from treeattn.launch import launched
 
@@ -71,7 +71,14 @@ def _list_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--algorithms", callback=_algorithms, default="all", show_default=True, metavar="NAME,NAME,...")
+@click.option(
+    "--algorithms",
+    callback=_algorithms,
+    default="all",
+    show_default=True,
+    metavar="NAME,NAME,...",
+    help=f"Of {ALGORITHM_NAMES}.",
+)
 @_list_option("--tokens", "4096,16384", "Contexts, on all ranks together.")
 @_list_option("--batch", "1", "Batch rows: the payloads, since a state has a row for each.")
 @_list_option("--ranks", "2,4,8", "Numbers of ranks; under a launcher, its own.")
@@ -94,8 +101,8 @@ def _list_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
 @click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--dtype", type=click.Choice(FLOAT_DTYPES), default="float32", show_default=True)
 @click.option("--causal", is_flag=True, help="Query tokens see no later ones.")
-@click.option("--plan", default="default", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN.")
-@click.option("--backend", help="Backend's name.  [default: what suits the arrays]")
+@plan_option
+@backend_option
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Timed steps per row.")
 @click.option("--warmup", type=click.IntRange(1), default=2, show_default=True, help="Steps before those.")

@@ -28,6 +28,7 @@ __all__ = ["environment", "show"]
 LEGEND = """\
 ms: median of a step, until its slowest rank is done; spread: from the 10th to the 90th percentile, of the median
 forecast: the tree's shards, timed without an exchange, and what its plan should take by a model measured here
+to tree: how many times as long as the tree; error: the largest, absolute, from a float64 oracle
 sent, memory: bytes of the busiest rank, the latter at the peak; paper's: what the paper's formulas say of them"""
 
 TIMES = "ms", "spread", "forecast", "to tree", "error"

@@ -35,6 +35,13 @@ SHOWN = 6
 """Plans that are measured, the cheapest first."""
 
 
+LEGEND = """\
+inside, rack, between: messages inside a host, between hosts of a rack, between hosts or racks
+window: through memory that a host's ranks share; around: headers to leaders and back; step: a whole merge
+partners: messages that each rank sends at once; leaders: ranks of a host that do so; bytes: of a message or state
+off: the forecast above what was measured, or below it"""
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A plan's forecast and what it took, in microseconds."""
@@ -111,7 +118,7 @@ def show(to: Console, found: Calibration, chosen: Radices, measured: list[Measur
         for each in measured
     ]
     _print(to, "Plans", ("plan", "forecast us", "p50 us", "p99 us", "off"), rows)
-    to.print(f"chosen: {chosen}", markup=False)
+    to.print(f"chosen: {chosen}\n\n{LEGEND}", markup=False)
 
 
 def _row(sample: Sample) -> tuple[str, ...]:

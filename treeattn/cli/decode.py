@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.cli.options import json_option, on_ranks, plan_options, read_algorithm, shape_options
-from treeattn.cli.output import console, counts, print_rows, write_json
+from treeattn.cli.options import (
+    ALGORITHM_NAMES,
+    backend_option,
+    json_option,
+    on_ranks,
+    plan_options,
+    read_algorithm,
+    shape_options,
+    suggest,
+)
+from treeattn.cli.output import console, counts, print_rows, under_way, write_json
 from treeattn.cli.workload import Workload
 from treeattn.errors import InputError
 from treeattn.wire_form import WIRE_DTYPES
@@ -45,9 +54,14 @@ def _check(*, plan: str, algorithm: str, wire_dtype: str | None, **options: Any)
 )
 @shape_options
 @click.option(
-    "--algorithm", callback=read_algorithm, default="tree", show_default=True, help="The tree, or a baseline."
+    "--algorithm",
+    callback=read_algorithm,
+    default="tree",
+    show_default=True,
+    help=f"One of {ALGORITHM_NAMES}.",
+    shell_complete=suggest(ALGORITHM_NAMES.split(", ")),
 )
-@click.option("--backend", help="Backend's name.  [default: what suits the arrays]")
+@backend_option
 @click.option("--root", type=int, help="Only this rank gets the result.")
 @plan_options
 @click.option("--wire-dtype", type=click.Choice(WIRE_DTYPES), help="What o travels in.  [default: the state's own]")
@@ -84,11 +98,13 @@ def decode(
 
     work = Workload.of(options)
     with TreeComm(hosts=hosts, plan=plan, deterministic=deterministic, wire_dtype=wire_dtype) as comm:
-        found = measure(comm, work, algorithm, root=root, backend=backend, warmup=warmup, repeats=repeats)
+        with under_way("making a cache, and decoding over it"):
+            found = measure(comm, work, algorithm, root=root, backend=backend, warmup=warmup, repeats=repeats)
         results = {"algorithm": algorithm, **_results(comm, work, found)}
         rounding = comm.wire_error(comm.wire_bytes(work.state_shape, work.state_dtype), root)
     if comm.rank == 0:
-        results["verdict"] = asdict(work.verdict(found.out, rounding)) if verify else None
+        with under_way("asking the float64 oracle"):
+            results["verdict"] = asdict(work.verdict(found.out, rounding)) if verify else None
         print_rows(console(json_file), "treeattn decode", _rows(results, verbose))
         write_json(json_file, results)
         _complain(results)

@@ -6,29 +6,52 @@ import errno
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from treeattn.arrays import FLOAT_DTYPES
 from treeattn.errors import InputError
 from treeattn.inputs import LAYOUTS
 from treeattn.launch import launched, run
+from treeattn.planner import BY_MODEL
+from treeattn.radices import NAMED_RADICES
 from treeattn.topology import check_hosts
 
 __all__ = [
+    "ALGORITHM_NAMES",
+    "backend_option",
     "json_option",
     "on_ranks",
+    "plan_option",
     "plan_options",
     "read_algorithm",
     "read_output_file",
     "read_window",
     "shape_options",
+    "suggest",
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+ALGORITHM_NAMES = "tree, ring, ring_query, dist_flash, megatron_sp, ulysses, allreduce3, gather, ulysses_gqa"
+"""What `treeattn.cli.contender.ALGORITHMS` has, written down here so that help need not import them."""
+
+PLAN_NAMES = *BY_MODEL, *NAMED_RADICES
+PLAN_HELP = f"{', '.join(PLAN_NAMES)}; radices INSIDE,BETWEEN; or a file of topology --save."
+
+
+def suggest(names: Iterable[str], files: bool = False) -> Callable[..., list[CompletionItem]]:
+    """Offer ``names`` where a shell completes the value of an option that takes others too, such as ``files``."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return found + [CompletionItem(incomplete, type="file")] * (files and not found)
+
+    return complete
 
 
 def read_hosts(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -48,6 +71,26 @@ def read_window(ctx: click.Context, param: click.Parameter, value: str | None) -
     except ValueError:
         raise click.BadParameter(f"expected LEFT,RIGHT, each a number or none, got {value!r}") from None
     return left, right
+
+
+def plan_option(command: Command) -> Command:
+    """Add --plan: which tree is used."""
+    complete = suggest(PLAN_NAMES, files=True)
+    return click.option("--plan", default="default", show_default=True, help=PLAN_HELP, shell_complete=complete)(
+        command
+    )
+
+
+def backend_option(command: Command) -> Command:
+    """Add --backend: what computes."""
+    text = "A name from treeattn doctor.  [default: what suits the arrays]"
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from treeattn.backends.registry import names
+
+        return suggest(names())(ctx, param, incomplete)
+
+    return click.option("--backend", help=text, shell_complete=complete)(command)
 
 
 def read_algorithm(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -100,7 +143,7 @@ def plan_options(command: Command) -> Command:
     """Add --hosts, --plan and --deterministic: who shares a host, and which tree is used."""
     for option in (
         click.option("--deterministic", is_flag=True, help="Equal bits whatever the hosts, for more bytes."),
-        click.option("--plan", default="default", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN."),
+        plan_option,
         click.option(
             "--hosts", callback=read_hosts, metavar="A,A,B,B", help="Pretend that the ranks are on these hosts."
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from treeattn.launch import launched
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "counts", "drawable", "escape", "print_rows", "size", "write_json"]
+__all__ = ["console", "counts", "drawable", "escape", "print_rows", "size", "under_way", "write_json"]
 
 _PLAIN = {"└": "`", "├": "|", "─": "-", "↔": "<->", "→": "->", "×": " x "}
 
@@ -30,6 +31,14 @@ def console(json_file: str | None) -> Console:
     to = Console(quiet=json_file == "-", force_terminal=plain, highlight=False)
     to.width = to.width or 80  # which some containers report as 0, and then nothing at all would be shown
     return to
+
+
+def under_way(text: str) -> AbstractContextManager[Any]:
+    """Say what takes a while, as long as the context lasts, on stderr where somebody looks at it."""
+    from rich.console import Console
+
+    to = Console(stderr=True)
+    return to.status(text) if to.is_terminal and launched() is None else nullcontext()
 
 
 def print_rows(to: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from treeattn.catalog import DEVICES, LINKS, MODELS, Device, Link, Model, look_up
-from treeattn.cli.options import json_option
+from treeattn.cli.options import json_option, suggest
 from treeattn.cli.output import console, counts, escape, print_rows, size, write_json
 from treeattn.errors import InputError
 from treeattn.forecast import LAUNCH_US, Cluster, Demand, Terms, forecast, smallest_fit
@@ -92,7 +92,13 @@ def read_shape(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--model", default="llama-3-8b", show_default=True, help=f"One of {', '.join(MODELS)}.")
+@click.option(
+    "--model",
+    default="llama-3-8b",
+    show_default=True,
+    help=f"One of {', '.join(MODELS)}.",
+    shell_complete=suggest(MODELS),
+)
 @click.option(
     "--shape",
     callback=read_shape,
@@ -102,10 +108,18 @@ def read_shape(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option("--context", "tokens", callback=read_tokens, default="1M", show_default=True, help="Tokens; k is 1024.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows that are decoded together.")
 @click.option("--dtype", type=click.Choice(list(STORED)), default="bfloat16", show_default=True, help="Of the cache.")
-@click.option("--gpu", default="h100", show_default=True, help=f"One of {', '.join(DEVICES)}.")
+@click.option(
+    "--gpu", default="h100", show_default=True, help=f"One of {', '.join(DEVICES)}.", shell_complete=suggest(DEVICES)
+)
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--link", default="ib-ndr", show_default=True, help=f"Between nodes, one of {', '.join(LINKS)}.")
+@click.option(
+    "--link",
+    default="ib-ndr",
+    show_default=True,
+    help=f"Between nodes, one of {', '.join(LINKS)}.",
+    shell_complete=suggest(LINKS),
+)
 @click.option("--price", type=click.FloatRange(0), help="Of a GPU and hour; shows the cost of a million tokens.")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
 @json_option
@@ -187,7 +201,10 @@ def _show(to: Console, results: dict[str, Any], order: Order) -> None:
     print_rows(to, "treeattn plan", _summary(results, order))
     _print_times(to, results["times_ms"], order)
     _print_guide(to, results["guide"])
-    to.print(f"sources: {order.device.source}; {LINKS[order.device.inside].source}; {order.link.source}", markup=False)
+    names = results["gpu"], order.device.inside, results["link"]
+    sources = order.device.source, LINKS[order.device.inside].source, order.link.source
+    for name, source in dict(zip(names, sources, strict=True)).items():
+        to.print(f"source of {name}: {source}", markup=False)
 
 
 def _summary(results: dict[str, Any], order: Order) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ def import_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise MissingDependencyError(f"--plot needs matplotlib: pip install treeattn[plot] ({error})") from error
+        raise MissingDependencyError(f"--plot needs matplotlib: pip install 'treeattn[plot]' ({error})") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.cli.options import json_option, on_ranks, plan_options, read_output_file
+from treeattn.cli.options import json_option, on_ranks, plan_options, read_output_file, suggest
 from treeattn.cli.output import console, counts, drawable, print_rows, write_json
-from treeattn.costs import CostModel, cost, read_model
+from treeattn.costs import PRESETS, CostModel, cost, read_model
 from treeattn.errors import InputError
 from treeattn.launch import launched
 
@@ -56,7 +56,13 @@ def _check(*, plan: str, model: str, **options: Any) -> None:
     help="Bytes of a state: query heads x (width of v + 2) x 4.",
 )
 @click.option("--root", type=click.IntRange(0), help="Draw the tree that gives only this rank the result.")
-@click.option("--model", default="default", show_default=True, help="Cost model: a preset, or a file of --calibrate.")
+@click.option(
+    "--model",
+    default="default",
+    show_default=True,
+    help=f"Cost model: {', '.join(PRESETS)}; or a file of --calibrate --save.",
+    shell_complete=suggest(PRESETS, files=True),
+)
 @click.option("--calibrate", is_flag=True, help="Measure a cost model on these ranks, and plans beside its forecasts.")
 @click.option(
     "--save",
@@ -81,8 +87,8 @@ def topology(
 ) -> int:
     """Show hosts, ranks and the tree, and predict what a merge costs.
 
-    With --hosts and no launcher, nothing is started: the layout is only imagined. --plan also takes the file of a plan.
-    What is before the last slash of a host is its rack.
+    With --hosts and no launcher, nothing is started: the layout is only imagined. The plan of a file is drawn as it
+    is. What is before the last slash of a host is its rack.
     """
     if calibrate:
         return _calibrate(hosts, payload, save, json_file)

@@ -73,7 +73,8 @@ def warmup(
             results["ready"] = _watched(to, lambda: _decode(comm, _workload(options), kv_dtype))
             if everything:
                 results["ready"] += _watched(to, lambda: [part() for _, part in specialisations()])
-            results["folder"] = _shown(to, [str(cache_folder() or "no folder can be written")])
+            results["folder"] = [str(folder := cache_folder() or "no folder can be written")]
+            to.print(f"code is kept in {folder}", soft_wrap=True)
         write_json(None if comm.rank else json_file, results)
     return 0
 

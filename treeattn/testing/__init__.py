@@ -29,3 +29,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'treeattn.testing' has no attribute {name!r}")
     return getattr(importlib.import_module(f"treeattn.testing.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Name what is public, and what every module has."""
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})
