@@ -75,10 +75,8 @@ def read_window(ctx: click.Context, param: click.Parameter, value: str | None) -
 
 def plan_option(command: Command) -> Command:
     """Add --plan: which tree is used."""
-    complete = suggest(PLAN_NAMES, files=True)
-    return click.option("--plan", default="default", show_default=True, help=PLAN_HELP, shell_complete=complete)(
-        command
-    )
+    names = suggest(PLAN_NAMES, files=True)
+    return click.option("--plan", default="default", show_default=True, help=PLAN_HELP, shell_complete=names)(command)
 
 
 def backend_option(command: Command) -> Command:
