@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from treeattn.backends.base import Attend, Backend, Prepared
+from treeattn.backends.base import Attend, Backend, Capabilities, Prepared
+from treeattn.backends.memory import KVMemory
 from treeattn.inputs import Args, Spec
 from treeattn.state import StateOps
 
@@ -30,6 +31,27 @@ class AutoBackend(Backend):
     def ops(self) -> StateOps:  # type: ignore[override]
         """The chosen backend's."""
         return self.chosen.ops
+
+    @property
+    def memory(self) -> KVMemory:  # type: ignore[override]
+        """The chosen backend's."""
+        return self.chosen.memory
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        """The chosen backend's."""
+        return self.chosen.capabilities
+
+    @property
+    def queues(self) -> bool:  # type: ignore[override]
+        """The chosen backend's."""
+        return self.chosen.queues
+
+    @property
+    def runtime(self) -> Any:
+        """The card of the chosen backend; without one there are no graphs, which alone ask for it."""
+        chosen: Any = self.chosen
+        return chosen.runtime
 
     def reasons(self, spec: Spec | None = None) -> list[str]:
         """Give the chosen backend's."""

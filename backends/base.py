@@ -31,7 +31,13 @@ A backend says which kernels run for a call, and how the states they make are me
    joined by NCCL, and those of `treeattn.peer_memory.PeerCard` let them read each other's memory.
 7. Override `prepare_attention` where one call is faster at both computing and finishing, with the same bits, and
    `energy` where arrays live on a device; host arrays are served by the default.
-8. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
+8. Set ``memory`` to an object with the methods of `treeattn.backends.memory.KVMemory` where your kernels read keys and
+   values elsewhere than in host memory: `treeattn.ShardedKVCache` then keeps its share there. It allocates rows and
+   writes tokens to them, and no more: who holds which token, when rows must grow and what to do when there is no room
+   for them is the cache's business, the same for all backends. Writing is an operation of its own because it converts
+   types, from arrays that may be anywhere, and because a copy over the host would cost more than the decode step that
+   follows it.
+9. Name it in the table of ``backends/registry.py``, or, from another package, in the entry-point group
    ``treeattn.backends``, the class under the backend's name; in ``pyproject.toml``::
 
        [project.entry-points."treeattn.backends"]
@@ -39,7 +45,7 @@ A backend says which kernels run for a call, and how the states they make are me
 
    It is made without arguments. A plug-in that can't be loaded is left out, with a warning. ``backend="mine"`` takes
    it; ``backend="auto"``, and calls that name none, know the built-in ones alone.
-9. Subclass ``treeattn.testing.BackendConformance`` in your tests and inherit every check.
+10. Subclass ``treeattn.testing.BackendConformance`` in your tests and inherit every check.
 
 ``mpi_examples/custom_backend.py`` is a whole one for arrays of the host, `treeattn.testing.FakeBackend` one whose
 states NumPy can't see.
@@ -51,6 +57,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from treeattn.backends.memory import HostMemory, KVMemory
 
 if TYPE_CHECKING:
     from treeattn.inputs import Args, Spec
@@ -76,7 +84,7 @@ class Capabilities:
     Parameters
     ----------
     dtypes : tuple of str
-        Types of q, k and v that it computes with; the conformance suite tests each.
+        Types of q, k and v that it computes with, and that a cache may hold; the conformance suite tests each.
     graphs : bool
         Whether its kernels can be captured, as `treeattn.graphs.capture` does; it asks for ``backend.runtime.capture``,
         as `treeattn.backends.runtime.Runtime` has it.
@@ -91,6 +99,7 @@ class Backend(ABC):
 
     name: str
     ops: StateOps
+    memory: KVMemory = HostMemory()
     capabilities: Capabilities = Capabilities()
     note: str = ""
     """What a user should know of it even where it can run; ``treeattn doctor`` prints it."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn.backends.base import Backend, Capabilities, Prepared
+from treeattn.backends.device_memory import DeviceMemory
 from treeattn.backends.device_ops import DeviceOps
 from treeattn.backends.runtime import Kernel, Runtime
 from treeattn.devices import broadcast, on_device
@@ -17,6 +18,7 @@ from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.call import address, is_wide, pack_call
 from treeattn.kernels.gpu.splits import split_count
 from treeattn.kernels.gpu.table import Specialisation, choose
+from treeattn.positions import Consecutive
 
 __all__ = ["DeviceBackend"]
 
@@ -45,6 +47,7 @@ class DeviceBackend(Backend):
 
     def __init__(self) -> None:
         self.ops = DeviceOps(self.name, self)
+        self.memory = DeviceMemory(self)
         self._compiled: dict[Any, Kernel] = {}
         self._workspaces: dict[tuple[int, int], tuple[Any, Any]] = {}
 
@@ -144,23 +147,26 @@ class DeviceBackend(Backend):
         return part, arrived
 
     def _uploaded(self, args: Args) -> Args:
-        """Bring to the card what is not there. Arrays that are there are never looked into.
-
-        Those of another card are refused: a kernel that follows their addresses ends the process's use of this one.
-        """
-        moved, here = {}, self.runtime.number
+        """Bring to the card what is not there. Arrays that are there are never looked into."""
+        moved = {}
         for name in ON_DEVICE:
             array = getattr(args, name)
-            if array is None:
+            if array is None or isinstance(array, Consecutive):
                 continue
-            if not on_device(array):
-                moved[name] = self._upload(array)
-            elif (there := getattr(array.data, "device_id", here)) != here:
-                expected = f"an array on card {here}, which this process computes on"
-                raise InputError.of(name, expected=expected, got=f"one on card {there}")
+            if on_device(array):
+                self.check_card(name, array)
+            else:
+                moved[name] = self.upload(array)
         return args._replace(**moved) if moved else args
 
-    def _upload(self, array: Any) -> Any:
+    def check_card(self, name: str, array: Any) -> None:
+        """Refuse arrays of another card: a kernel that follows their addresses ends the process's use of this one."""
+        here = self.runtime.number
+        if (there := getattr(array.data, "device_id", here)) != here:
+            expected = f"an array on card {here}, which this process computes on"
+            raise InputError.of(name, expected=expected, got=f"one on card {there}")
+
+    def upload(self, array: Any) -> Any:
         """Copy an array once, without the repetitions of its broadcast axes."""
         once = array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
         # The card is told the type by its number; what CuPy has no name for goes as raw bytes.

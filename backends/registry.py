@@ -9,12 +9,13 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from treeattn.backends.base import Backend
+from treeattn.devices import on_device
 from treeattn.errors import BackendError, InputError
 
 if TYPE_CHECKING:
     from treeattn.inputs import Spec
 
-__all__ = ["available", "find", "following", "names", "notes"]
+__all__ = ["available", "find", "following", "home_of", "names", "notes"]
 
 BUILT_IN = {
     "cpu": "treeattn.backends.cpu:CpuBackend",
@@ -59,7 +60,16 @@ def find(backend: Any = None, spec: Spec | None = None) -> Backend:
 
 def following(spec: Spec) -> str:
     """Name the backend that a call gets which names none: it follows q."""
-    return "auto" if spec.on_device else DEFAULT
+    return _following(spec.on_device)
+
+
+def home_of(array: Any) -> Backend:
+    """Give the backend in whose memory a cache begins that was asked for none: it follows the first tokens."""
+    return load(_following(on_device(array)))
+
+
+def _following(on_a_card: bool) -> str:
+    return "auto" if on_a_card else DEFAULT
 
 
 def notes() -> dict[str, str]:

@@ -4,11 +4,11 @@
     make gpu-report CUPY=cuda12
 
 Runs, one after the other and whatever became of the last: `treeattn doctor` with the driver's and CuPy's own words,
-``benchmarks/gpu.py``, the checks of ``make test-gpu`` (ranks that share the card among them), and PyTorch's and CuPy's
-attention on the same card and shapes. Each leaves what it prints in the folder (``$OUT``, or ``gpu-report``) as it
-comes, and ``summary.txt`` has a line for each with its exit status and seconds. Together they take at most M minutes,
-9.5 by default: a part that is slow or hangs is ended with all that it has started. Without a card each says why it
-can't run.
+``benchmarks/gpu.py``, ``benchmarks/gpu_cache.py``, the checks of ``make test-gpu`` (ranks that share the card among
+them), and PyTorch's and CuPy's attention on the same card and shapes. Each leaves what it prints in the folder
+(``$OUT``, or ``gpu-report``) as it comes, and ``summary.txt`` has a line for each with its exit status and seconds.
+Together they take at most M minutes, 9.5 by default: a part that is slow or hangs is ended, with all that it has
+started. Without a card each says why it can't run.
 
 Nothing has to be installed but CuPy, pytest, pytest-timeout, hypothesis and what treeattn itself needs: any Python that
 has them will do. Without mpirun the checks on several ranks are skipped.
@@ -49,6 +49,7 @@ def parts(out: Path) -> list[Part]:
     return [
         Part("doctor.txt", 90, [*about, [python, "-m", "treeattn", "doctor"]]),
         Part("kernels.txt", 150, [[python, str(bench / "gpu.py"), "--json", str(out / "kernels.json")]]),
+        Part("cache.txt", 30, [[python, str(bench / "gpu_cache.py")]]),
         Part("tests.txt", 270, [tests]),
         Part("peers.txt", 120, [[python, str(bench / "gpu_peers.py"), "--json", str(out / "peers.json")]]),
     ]

@@ -1,8 +1,12 @@
-"""`ShardedKVCache` on ranks that are threads, against one array that holds everything."""
+"""`ShardedKVCache` on ranks that are threads, against one array that holds everything.
+
+The tests of cards run this very file with caches of cards: what makes a cache here is the fixture `make`.
+"""
 
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import errors
+from treeattn.shard import Shard
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
 
@@ -27,6 +32,12 @@ def tokens(count: int, seed: int = 0) -> tuple[Any, Any]:
 
 def queries(count: int, seed: int = 1) -> Any:
     return np.random.default_rng(seed).standard_normal((B, HQ, count, D), dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def make():
+    """Give what makes a cache."""
+    return treeattn.ShardedKVCache
 
 
 def on_ranks(size: int, call: Any) -> list[Any]:
@@ -44,7 +55,7 @@ def outcome(call: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-steps = st.lists(
+STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.integers(0, 9)),
         st.tuples(st.just("prefill"), st.integers(0, 30)),
@@ -56,15 +67,12 @@ steps = st.lists(
 )
 
 
-@given(
-    size=st.integers(1, 6), block_size=st.integers(1, 4), steps=steps, dtype=st.sampled_from(["float32", "bfloat16"])
-)
-@settings(deadline=None, max_examples=25)
-def test_any_history_decodes_like_the_whole_sequence(size, block_size, steps, dtype):
+def check_history(make, size, block_size, steps, dtype):
+    """Do ``steps`` to a cache, and compare each decode with attention over one array."""
     stored = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
 
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, dtype=dtype, block_size=block_size, capacity=400)
+        cache = make(comm, **SHAPE, dtype=dtype, block_size=block_size, capacity=400)
         k, v = (array[:, :, :0] for array in tokens(0))
         for number, (word, value) in enumerate([*steps, ("decode", 1)]):
             if word == "truncate":
@@ -100,10 +108,24 @@ def test_any_history_decodes_like_the_whole_sequence(size, block_size, steps, dt
     assert positions.tolist() == list(range(sum(length for length, _ in held)))
 
 
+HISTORIES = {
+    "size": st.integers(1, 6),
+    "block_size": st.integers(1, 4),
+    "steps": STEPS,
+    "dtype": st.sampled_from(["float32", "bfloat16"]),
+}
+
+
+@given(**HISTORIES)
+@settings(deadline=None, max_examples=25)
+def test_any_history_decodes_like_the_whole_sequence(make, size, block_size, steps, dtype):
+    check_history(make, size, block_size, steps, dtype)
+
+
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_no_rank_gets_all_the_new_tokens(size):
+def test_no_rank_gets_all_the_new_tokens(make, size):
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=4, capacity=4000)
+        cache = make(comm, **SHAPE, block_size=4, capacity=4000)
         for seed in range(50):
             cache.append(*tokens(1 + seed % 7, seed))
         return cache.local_length
@@ -113,13 +135,13 @@ def test_no_rank_gets_all_the_new_tokens(size):
 
 
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
-def test_layout_window_softcap_sink_and_root(layout):
+def test_layout_window_softcap_sink_and_root(make, layout):
     turn = (lambda array: array.swapaxes(1, 2)) if layout == "bthd" else (lambda array: array)
     (k, v), q, sink = tokens(60), queries(2), np.linspace(-1, 1, HQ)
     options = {"window": (9, 0), "softcap": 3.0, "scale": 0.7, "sink": sink}
 
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=3, capacity=60, layout=layout)
+        cache = make(comm, **SHAPE, block_size=3, capacity=60, layout=layout)
         cache.append(turn(k), turn(v))
         return cache.decode(turn(q), root=1, return_lse=True, **options)
 
@@ -128,11 +150,11 @@ def test_layout_window_softcap_sink_and_root(layout):
     assert_attention(got, turn(q), turn(k), turn(v), layout=layout, q_pos=[58, 59], kv_pos=0, causal=True, **options)
 
 
-def test_queries_may_stand_anywhere():
+def test_queries_may_stand_anywhere(make):
     (k, v), q = tokens(40), queries(3)
 
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=2, capacity=40)
+        cache = make(comm, **SHAPE, block_size=2, capacity=40)
         cache.append(k, v)
         return cache.decode(q, q_pos=[3, 39, 17], return_lse=True)
 
@@ -140,11 +162,11 @@ def test_queries_may_stand_anywhere():
         assert_attention(got, q, k, v, q_pos=np.array([3, 39, 17]), kv_pos=0, causal=True)
 
 
-def test_lopsided_prefill_grows_past_a_ranks_share():
+def test_lopsided_prefill_grows_past_a_ranks_share(make):
     k, v = tokens(90)
 
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=1, capacity=100)
+        cache = make(comm, **SHAPE, block_size=1, capacity=100)
         mine = slice(0, 90 if comm.rank == 2 else 0)
         cache.prefill(k[:, :, mine], v[:, :, mine])
         cache.append(*tokens(10, seed=5))
@@ -156,8 +178,8 @@ def test_lopsided_prefill_grows_past_a_ranks_share():
         assert held == length
 
 
-def test_bytes_are_those_of_the_tokens_held():
-    cache = treeattn.ShardedKVCache(None, batch=1, kv_heads=2, head_dim=8, dtype="bfloat16", capacity=64)
+def test_bytes_are_those_of_the_tokens_held(make):
+    cache = make(None, batch=1, kv_heads=2, head_dim=8, dtype="bfloat16", capacity=64)
     cache.append(*(np.ones((1, 2, 10, 8), np.float32) for _ in "kv"))
     assert cache.nbytes == 10 * 2 * 8 * 2 * 2
     assert "length=10 of 64" in repr(cache)
@@ -176,20 +198,20 @@ BAD_CACHES = {
 
 
 @pytest.mark.parametrize("name", BAD_CACHES)
-def test_each_argument_of_a_cache_is_checked(name):
+def test_each_argument_of_a_cache_is_checked(make, name):
     value, expected = BAD_CACHES[name]
     with pytest.raises(errors.InputError, match=f"^{name}: expected .*{expected}"):
-        treeattn.ShardedKVCache(None, **{**SHAPE, "capacity": 10, name: value})
+        make(None, **{**SHAPE, "capacity": 10, name: value})
 
 
 @pytest.mark.parametrize("name", BAD_CACHES)
-def test_a_cache_that_one_rank_cannot_make_is_an_error_everywhere(name):
+def test_a_cache_that_one_rank_cannot_make_is_an_error_everywhere(make, name):
     value, expected = BAD_CACHES[name]
 
     def call(comm):
         wrong = {name: value} if comm.rank == 1 else {}
-        seen = outcome(lambda: treeattn.ShardedKVCache(comm, **{**SHAPE, "capacity": 10, **wrong}))
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, capacity=10)
+        seen = outcome(lambda: make(comm, **{**SHAPE, "capacity": 10, **wrong}))
+        cache = make(comm, **SHAPE, capacity=10)
         cache.append(K, V)
         return seen, cache.decode(queries(1), return_lse=True)
 
@@ -203,13 +225,11 @@ def test_a_cache_that_one_rank_cannot_make_is_an_error_everywhere(name):
     [{"block_size": 3}, {"capacity": 99}, {"dtype": "float16"}, {"layout": "bthd"}, {"head_dim": 4}, {"batch": 1}],
     ids=str,
 )
-def test_caches_that_differ_between_ranks_are_an_error(other):
+def test_caches_that_differ_between_ranks_are_an_error(make, other):
     (name,) = other
 
     def call(comm):
-        return outcome(
-            lambda: treeattn.ShardedKVCache(comm, **{**SHAPE, "capacity": 10, **(other if comm.rank == 1 else {})})
-        )
+        return outcome(lambda: make(comm, **{**SHAPE, "capacity": 10, **(other if comm.rank == 1 else {})}))
 
     for seen in on_ranks(3, call):
         assert re.match(f"InputError: {name}: expected the same on every rank, got .* {other[name]} on rank 1$", seen)
@@ -235,9 +255,9 @@ BAD_TOKENS = {
 
 
 @pytest.mark.parametrize("name", BAD_TOKENS)
-def test_one_process_raises_at_once_and_keeps_what_it_had(name):
+def test_one_process_raises_at_once_and_keeps_what_it_had(make, name):
     new, text = BAD_TOKENS[name]
-    cache = treeattn.ShardedKVCache(None, **SHAPE, capacity=20)
+    cache = make(None, **SHAPE, capacity=20)
     for add in (cache.append, cache.prefill):
         with pytest.raises(errors.InputError, match=text):
             add(*new)
@@ -246,11 +266,11 @@ def test_one_process_raises_at_once_and_keeps_what_it_had(name):
 
 @pytest.mark.parametrize("name", BAD_TOKENS)
 @pytest.mark.parametrize("word", ["append", "prefill"])
-def test_a_wrong_piece_on_one_rank_is_one_error_everywhere(name, word):
+def test_a_wrong_piece_on_one_rank_is_one_error_everywhere(make, name, word):
     new, text = BAD_TOKENS[name]
 
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=1, capacity=20)
+        cache = make(comm, **SHAPE, block_size=1, capacity=20)
         mine = new if comm.rank == 1 else (K, V)
         if word == "append":
             cache.append(*mine)
@@ -268,9 +288,9 @@ def test_a_wrong_piece_on_one_rank_is_one_error_everywhere(name, word):
 
 
 @pytest.mark.parametrize("word", ["append", "prefill"])
-def test_tokens_that_cannot_be_read_are_heard_of_everywhere(word):
+def test_tokens_that_cannot_be_read_are_heard_of_everywhere(make, word):
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=1, capacity=20)
+        cache = make(comm, **SHAPE, block_size=1, capacity=20)
         seen = outcome(lambda: getattr(cache, word)(Unreadable() if comm.rank == 1 else K, V))
         seen = outcome(lambda: cache.decode(queries(1))) if word == "append" else seen
         cache.truncate(0)
@@ -283,19 +303,21 @@ def test_tokens_that_cannot_be_read_are_heard_of_everywhere(word):
 
 
 @pytest.mark.parametrize("word", ["append", "prefill"])
-def test_a_rank_without_room_for_its_share_is_heard_of_everywhere(word, monkeypatch):
-    reserve = treeattn.ShardedKVCache._reserve
+def test_a_rank_without_room_for_its_share_is_heard_of_everywhere(make, word, monkeypatch):
+    reserve, calls = Shard.reserve, []
 
-    def full(cache, new):
-        if cache.comm.rank == 1 and cache.length == 4:
-            raise MemoryError("no room")
-        return reserve(cache, new)
+    def full(shard, *sizes):
+        if threading.current_thread().name == "rank 1":
+            calls.append(sizes)
+            if len(calls) == 2:
+                raise MemoryError("no room")
+        return reserve(shard, *sizes)
 
-    monkeypatch.setattr(treeattn.ShardedKVCache, "_reserve", full)
+    monkeypatch.setattr(Shard, "reserve", full)
     whole = tokens(6)
 
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=3, capacity=20)
+        cache = make(comm, **SHAPE, block_size=3, capacity=20)
         cache.append(*(each[:, :, :2] for each in whole))
         added = [each[:, :, 2:4] if word == "append" or comm.rank == 0 else each[:, :, :0] for each in whole]
         getattr(cache, word)(*added)
@@ -309,11 +331,11 @@ def test_a_rank_without_room_for_its_share_is_heard_of_everywhere(word, monkeypa
         assert_attention(got, queries(1), *whole)
 
 
-def test_after_a_failed_append_ranks_cut_back_to_one_length_deal_alike():
+def test_after_a_failed_append_ranks_cut_back_to_one_length_deal_alike(make):
     whole = tokens(20)
 
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=16, capacity=20)
+        cache = make(comm, **SHAPE, block_size=16, capacity=20)
         cache.append(*(each[:, :, :5] for each in whole))
         cache.append(*(None if comm.rank == 1 else each[:, :, 5:8] for each in whole))
         seen = outcome(lambda: cache.decode(queries(1)))
@@ -326,9 +348,9 @@ def test_after_a_failed_append_ranks_cut_back_to_one_length_deal_alike():
         assert_attention(got, queries(1), *whole)
 
 
-def test_ranks_that_dealt_differently_hear_of_it():
+def test_ranks_that_dealt_differently_hear_of_it(make):
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, block_size=4, capacity=20)
+        cache = make(comm, **SHAPE, block_size=4, capacity=20)
         cache.append(*tokens(2))
         if comm.rank == 2:
             cache.truncate(2)  # which no other rank does
@@ -342,21 +364,21 @@ def test_ranks_that_dealt_differently_hear_of_it():
         )
 
 
-def test_tokens_beyond_the_range_of_the_storage_become_infinite_in_silence():
-    cache = treeattn.ShardedKVCache(None, **SHAPE, dtype="float16", capacity=20)
+def test_tokens_beyond_the_range_of_the_storage_become_infinite_in_silence(make):
+    cache = make(None, **SHAPE, dtype="float16", capacity=20)
     cache.append(K, 1e9 * V)
     assert np.isinf(cache.decode(queries(1))).any()
 
 
-def test_queries_that_are_no_array_are_named():
-    cache = treeattn.ShardedKVCache(None, **SHAPE, capacity=20)
+def test_queries_that_are_no_array_are_named(make):
+    cache = make(None, **SHAPE, capacity=20)
     with pytest.raises(errors.InputError, match=r"^q: expected an array, got list"):
         cache.decode([[1], [2, 3]])
 
 
-def test_ranks_that_appended_differently_hear_of_it():
+def test_ranks_that_appended_differently_hear_of_it(make):
     def call(comm):
-        cache = treeattn.ShardedKVCache(comm, **SHAPE, capacity=20)
+        cache = make(comm, **SHAPE, capacity=20)
         cache.append(*tokens(3 + (comm.rank == 2)))
         return outcome(lambda: cache.decode(queries(1)))
 
@@ -367,16 +389,16 @@ def test_ranks_that_appended_differently_hear_of_it():
 
 
 @pytest.mark.parametrize("length", [-1, 5, 1.5, None])
-def test_truncate_takes_a_length_that_is_there(length):
-    cache = treeattn.ShardedKVCache(None, **SHAPE, capacity=20)
+def test_truncate_takes_a_length_that_is_there(make, length):
+    cache = make(None, **SHAPE, capacity=20)
     cache.append(K, V)
     with pytest.raises(errors.InputError, match=r"^length: expected"):
         cache.truncate(length)
     assert cache.length == 4
 
 
-def test_causal_is_checked_where_it_makes_no_difference_too():
-    cache = treeattn.ShardedKVCache(None, **SHAPE, capacity=20)
+def test_causal_is_checked_where_it_makes_no_difference_too(make):
+    cache = make(None, **SHAPE, capacity=20)
     cache.append(K, V)
     with pytest.raises(errors.InputError, match="causal: expected True or False, got 'yes'"):
         cache.decode(queries(1), causal="yes")

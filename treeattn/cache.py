@@ -7,15 +7,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn import storage
-from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_array
+from treeattn.arrays import FLOAT_DTYPES, as_array, narrow_dtype, to_array
+from treeattn.backends.base import Backend
+from treeattn.backends.registry import DEFAULT, find, home_of, load
 from treeattn.comm import TreeComm, as_tree_comm
-from treeattn.devices import on_device
+from treeattn.devices import Kind, fetch, give, kind_of, on_device
 from treeattn.distributed import Arguments, Decoding
 from treeattn.errors import InputError
 from treeattn.inputs import Layout, Options, check_flag, check_layout, to_bhtd
-from treeattn.ledger import Ledger, Segment
+from treeattn.ledger import Ledger, Segment, held_by
 from treeattn.prompt import prefill
+from treeattn.shard import Shard
 
 __all__ = ["ShardedKVCache"]
 
@@ -41,15 +43,22 @@ class ShardedKVCache:
     block_size : int
         Consecutive appended tokens that go to one rank before the next rank's turn.
     capacity : int
-        Most tokens that all ranks together may hold. Memory is taken as tokens come, where the system gives huge
-        pages in steps of 2 MB for each head.
+        Most tokens that all ranks together may hold. Memory is taken as tokens come: on the host in pages, where the
+        system gives huge ones in steps of 2 MB for each head; on a card by doubling, up to this rank's share.
     layout : str
         "bhtd" (batch, heads, tokens, width) or "bthd", of everything passed in and given back.
+    backend : str or Backend, optional
+        In whose memory this rank's tokens are, and what computes over them: "nvidia", for instance, keeps them on this
+        rank's card. By default they are where the first of them come from: NumPy's stay on the host, those of a card
+        there. Ranks may differ. A card's cache takes arrays of the host too, with one copy; a host's takes none of a
+        card.
 
     Raises
     ------
     InputError
         On every rank, if an argument is wrong on any, or differs.
+    BackendError
+        On every rank, if the backend can't run on one.
 
     Examples
     --------
@@ -76,6 +85,7 @@ class ShardedKVCache:
         block_size: int = 16,
         capacity: int,
         layout: str = "bhtd",
+        backend: Any = None,
     ) -> None:
         self.comm: TreeComm = as_tree_comm(comm)
         self._pending: Exception | None = None
@@ -89,7 +99,9 @@ class ShardedKVCache:
             self.dtype = _storage_dtype(dtype)
             self.layout: Layout = check_layout(layout)
             self._ledger = Ledger(self.comm.size, _count("block_size", block_size))
-            self._allocate(min(self.capacity, -(-self.capacity // self.comm.size) + self._ledger.block_size))
+            self._backend = None if backend is None else find(backend)
+            self._follows = backend is None
+            self._shard = self._shard_of(self._backend or load(DEFAULT))
             settings = self._settings()
         except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
             error = wrong
@@ -100,6 +112,20 @@ class ShardedKVCache:
         names = ("batch", "kv_heads", "head_dim", "v_head_dim", "capacity", "layout")
         chosen = {name: getattr(self, name) for name in names}
         return {**chosen, "dtype": self.dtype.name, "block_size": self._ledger.block_size}
+
+    def _shard_of(self, backend: Backend) -> Shard:
+        """Make an empty shard in a backend's memory."""
+        if self.dtype.name not in backend.capabilities.dtypes:
+            expected = f"{', '.join(backend.capabilities.dtypes)}, which backend {backend.name!r} computes with"
+            raise InputError.of("dtype", expected=expected, got=repr(self.dtype.name))
+        return Shard(
+            backend.memory,
+            batch=self.batch,
+            heads=self.kv_heads,
+            widths=(self.head_dim, self.v_head_dim),
+            dtype=self.dtype,
+            share=min(self.capacity, -(-self.capacity // self.comm.size) + self._ledger.block_size),
+        )
 
     @property
     def length(self) -> int:
@@ -114,7 +140,7 @@ class ShardedKVCache:
     @property
     def positions(self) -> Array:
         """Positions of the tokens that this rank holds, ascending, int64 (local_length,)."""
-        positions: Array = self._positions[: self.local_length].copy()
+        positions: Array = self._shard.positions[: self.local_length].copy()
         return positions
 
     @property
@@ -126,7 +152,8 @@ class ShardedKVCache:
         return (
             f"ShardedKVCache(batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
             f"v_head_dim={self.v_head_dim}, dtype={self.dtype.name!r}, length={self.length} of {self.capacity}, "
-            f"{self.local_length} here on rank {self.comm.rank} of {self.comm.size})"
+            f"{self.local_length} here on rank {self.comm.rank} of {self.comm.size}"
+            f"{', on its card' if self._shard.memory.on_device else ''})"
         )
 
     def append(self, k: Any, v: Any) -> None:
@@ -139,10 +166,11 @@ class ShardedKVCache:
 
         Raises
         ------
-        InputError
+        InputError, MemoryError
             At once on one rank; on several, from the next `decode` or `prefill` on all of them, since this call
             sends nothing. Cut every rank back to one length with `truncate` to go on after it.
         """
+        kinds = kind_of(k), kind_of(v)
         try:
             k, v = self._tokens(k, v)
             self._check_room(k.shape[2])
@@ -150,7 +178,7 @@ class ShardedKVCache:
             self._defer(error)
             return
         start = self.length
-        self._keep(start, self._ledger.append(k.shape[2]), k, v)
+        self._keep(start, self._ledger.append(k.shape[2]), k, v, kinds)
 
     def prefill(self, k: Any, v: Any) -> None:
         """Add the next tokens, of which each rank passes, and keeps, its own consecutive piece; collective.
@@ -167,8 +195,10 @@ class ShardedKVCache:
         ------
         InputError
             On every rank, if any rank's piece is wrong or all together don't fit; nothing is added then.
+        MemoryError
+            There is no room for this rank's piece: raised as `append` does.
         """
-        error = self._take_pending()
+        error, kinds = self._take_pending(), (kind_of(k), kind_of(v))
         try:
             k, v = self._tokens(k, v)
         except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
@@ -178,7 +208,7 @@ class ShardedKVCache:
         lengths = [each["tokens"] for each in self.comm.consult("prefill", fields, {"tokens": tokens}, error)]
         self._check_room(sum(lengths))
         start = self.length + sum(lengths[: self.comm.rank])
-        self._keep(start, self._ledger.prefill(lengths), k, v)
+        self._keep(start, self._ledger.prefill(lengths), k, v, kinds)
 
     def truncate(self, length: int) -> None:
         """Forget every token from position ``length`` on, on every rank.
@@ -216,11 +246,13 @@ class ShardedKVCache:
         Parameters
         ----------
         q : array (B, Hq, Tq, D)
-            Queries, the same on every rank.
+            Queries, the same on every rank. Those of the host are copied to the card of a cache that is there.
         q_pos : array of int (Tq,) or (B, Tq), optional
             Their positions; by default they are the last Tq tokens of the cache.
-        causal, window, softcap, scale, sink, root, return_lse, backend, pipeline
+        causal, window, softcap, scale, sink, root, return_lse, pipeline
             As in `treeattn.decode`, except that ``causal`` is True unless said otherwise.
+        backend : str or Backend, optional
+            As in `treeattn.decode`; by default the cache's.
 
         Returns
         -------
@@ -232,7 +264,7 @@ class ShardedKVCache:
             root=root,
             return_lse=return_lse,
             sink=sink,
-            backend=backend,
+            backend=self._backend if backend is None else backend,
             pipeline=pipeline,
             shared=(("cache length", self.length), ("tokens of each rank", tuple(self._ledger.counts))),
         )
@@ -240,11 +272,12 @@ class ShardedKVCache:
         def arguments() -> Arguments:
             if error := self._take_pending():
                 raise error
-            placed = self._placed(q, q_pos, causal, window)
+            here, shape = self._queries(q)
+            placed = self._placed(shape, q_pos, causal, window)
             options = Options(scale=scale, softcap=softcap, layout=self.layout, **placed)
-            return q, self._held(self._k), self._held(self._v), options
+            return here, self._held(self._shard.k), self._held(self._shard.v), options
 
-        return decoding(arguments)
+        return self._as_callers(decoding(arguments), q)
 
     def attend(
         self,
@@ -263,7 +296,7 @@ class ShardedKVCache:
         """Attention of queries that differ from rank to rank over every token in the cache; collective.
 
         Keys and values travel, each rank's rows stay: for a prompt that was just added. Where the cache is much longer
-        than the new tokens, let queries travel instead: pass all of them to `decode`.
+        than the new tokens, or on a card, let queries travel instead: pass all of them to `decode`.
 
         Parameters
         ----------
@@ -282,11 +315,11 @@ class ShardedKVCache:
             As `treeattn.prefill`: this rank's rows.
         """
         same = (("cache length", self.length), ("tokens of each rank", tuple(self._ledger.counts)))
-        self.comm.consult("attend", same, {}, self._take_pending())
+        self.comm.consult("attend", same, {}, self._take_pending() or self._cannot_travel())
         return prefill(
             q,
-            self._held(self._k),
-            self._held(self._v),
+            self._held(self._shard.k),
+            self._held(self._shard.v),
             self.comm,
             algorithm=algorithm,
             return_lse=return_lse,
@@ -296,36 +329,64 @@ class ShardedKVCache:
             window=window,
             softcap=softcap,
             q_pos=q_pos,
-            kv_pos=self._positions[: self.local_length],
+            kv_pos=self._shard.kv_pos(self.local_length),
             layout=self.layout,
-            backend=backend,
+            backend=self._backend if backend is None else backend,
         )
 
-    def _placed(self, q: Any, q_pos: Any, causal: Any, window: Any) -> dict[str, Any]:
+    def _cannot_travel(self) -> InputError | None:
+        if not self._shard.memory.on_device:
+            return None
+        hint = "keys and values travel from host memory only; pass all ranks' queries to decode"
+        return InputError.of("cache", expected="one in host memory", got="one on a card", hint=hint)
+
+    def _queries(self, q: Any) -> tuple[Any, tuple[int, ...]]:
+        """Give ``q`` where keys and values are, the caller's own array if it is there; and its shape."""
+        found = to_array("q", q)
+        self._follow(found)
+        memory = self._shard.memory
+        memory.check("q", found)
+        return q if on_device(found) == memory.on_device else memory.bring(found), found.shape
+
+    def _as_callers(self, result: Any, q: Any) -> Any:
+        """Give back where ``q`` was what a card has computed from a copy of it."""
+        if not self._shard.memory.on_device or on_device(q):
+            return result
+        if isinstance(result, tuple):
+            return tuple(self._as_callers(each, q) for each in result)
+        return None if result is None else give(fetch(result), kind_of(q))
+
+    def _placed(self, shape: tuple[int, ...], q_pos: Any, causal: Any, window: Any) -> dict[str, Any]:
         """Position options; none for one query on the last token, which sees every key there is."""
-        causal, found = check_flag("causal", causal), to_array("q", q)
-        _check_here("q", found)
-        shape = found.shape
+        causal = check_flag("causal", causal)
         tokens = shape[self.layout.index("t")] if len(shape) == 4 else 1
         if q_pos is None and tokens == 1 and window is None:
             return {}
         if q_pos is None:
             q_pos = np.arange(self.length - tokens, self.length)
-        return {"causal": causal, "window": window, "q_pos": q_pos, "kv_pos": self._positions[: self.local_length]}
+        kv_pos = self._shard.kv_pos(self.local_length)
+        return {"causal": causal, "window": window, "q_pos": q_pos, "kv_pos": kv_pos}
 
-    def _held(self, rows: Array) -> Array:
+    def _held(self, rows: Any) -> Any:
         return to_bhtd(rows[:, :, : self.local_length], self.layout)
+
+    def _follow(self, array: Any) -> None:
+        """Move to where ``array`` is, while there is nothing in the cache and nobody has said where it shall be."""
+        if self._follows and on_device(array) != self._shard.memory.on_device:
+            self._shard = self._shard_of(home_of(array))
 
     def _tokens(self, k: Any, v: Any) -> tuple[Array, Array]:
         """View new keys and values as (B, Hkv, T, width), checked."""
         k, v = self._checked("k", k, self.head_dim), self._checked("v", v, self.v_head_dim)
         if v.shape[2] != k.shape[2]:
             raise InputError.of("v", expected=f"k's number of tokens of {k.shape[2]}", got=v.shape[2])
+        self._follow(k)
+        for name, array in (("k", k), ("v", v)):
+            self._shard.memory.check(name, array)
         return k, v
 
     def _checked(self, name: str, value: Any, width: int) -> Array:
         array = as_array(name, value, FLOAT_DTYPES)
-        _check_here(name, array)
         sizes = {"b": self.batch, "h": self.kv_heads, "t": "tokens", "d": width}
         wanted = tuple(sizes[axis] for axis in self.layout)
         if array.ndim != 4 or any(n != w for n, w in zip(array.shape, wanted, strict=True) if w != "tokens"):
@@ -350,51 +411,22 @@ class ShardedKVCache:
         error, self._pending = self._pending, None
         return error
 
-    def _allocate(self, tokens: int) -> None:
-        # Head-major: the kernel reads each head's rows in the order of their addresses.
-        self._k, self._v = (self._rows(tokens, width) for width in (self.head_dim, self.v_head_dim))
-        self._positions = np.empty(tokens, np.int64)
-
-    def _rows(self, tokens: int, width: int) -> Array:
-        """Memory for rows of ``width``, each head's beginning on a cache line."""
-        room = storage.whole_lines(tokens, width * self.dtype.itemsize)
-        return storage.empty((self.batch, self.kv_heads, room, width), self.dtype)[:, :, :tokens]
-
-    def _keep(self, start: int, dealt: list[Segment], k: Array, v: Array) -> None:
+    def _keep(self, start: int, dealt: list[Segment], k: Array, v: Array, kinds: tuple[Kind, Kind]) -> None:
         """Store this rank's parts of what was dealt; ``k`` and ``v`` begin at position ``start``."""
-        own = [part for part in dealt if part.owner == self.comm.rank]
+        own = held_by(self.comm.rank, dealt)
+        self._follows = self._follows and not k.shape[2]
         try:
-            at = self._reserve(own)
-            for part in own:
-                piece = slice(part.start - start, part.stop - start)
-                at = self._store(at, part, k[:, :, piece], v[:, :, piece])
+            at = self.local_length - sum(stop - first for first, stop in own)
+            self._shard.reserve(self.local_length, at, self.capacity)
+            for first, stop in own:
+                piece = slice(first - start, stop - start)
+                at = self._shard.write(at, first, k[:, :, piece], v[:, :, piece])
+            for kind, array in zip(kinds, (k, v), strict=True):
+                self._shard.memory.hand_back(kind, array)
         except Exception as error:  # out of memory: the others, who have theirs, must hear of it
             if dealt:
                 self._ledger.truncate(dealt[0].start)
             self._defer(error)
-
-    def _reserve(self, new: list[Segment]) -> int:
-        """Make room for parts that the ledger has just dealt to this rank; give the index of the first."""
-        held = self.local_length - sum(map(len, new))
-        room = len(self._positions)
-        if self.local_length > room:
-            k, v, positions = self._k, self._v, self._positions
-            self._allocate(min(max(self.local_length, 2 * room), self.capacity))
-            self._k[:, :, :held], self._v[:, :, :held] = k[:, :, :held], v[:, :, :held]
-            self._positions[:held] = positions[:held]
-        return held
-
-    def _store(self, at: int, part: Segment, k: Array, v: Array) -> int:
-        """Write a part from index ``at`` on; give the index behind it."""
-        end = at + len(part)
-        self._k[:, :, at:end], self._v[:, :, at:end] = cast(k, self.dtype), cast(v, self.dtype)
-        self._positions[at:end] = np.arange(part.start, part.stop)
-        return end
-
-
-def _check_here(name: str, array: Array) -> None:
-    if on_device(array):
-        raise InputError.of(name, expected="an array in host memory, where this cache is", got="one on a GPU")
 
 
 def _whole(name: str, value: Any) -> int:

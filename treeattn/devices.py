@@ -52,12 +52,16 @@ class DeviceView:
         What its elements are; CuPy itself knows no float8.
     shape, strides : tuple of int, optional
         Strides are in bytes; one of 0 repeats an axis.
+    start : int
+        Bytes from the array's first element to the view's.
     """
 
     __slots__ = ("_array", "data", "dtype", "shape", "strides")
 
-    def __init__(self, array: Any, *, dtype: Any = None, shape: Any = None, strides: Any = None) -> None:
-        self._array, self.data = array, array.data
+    def __init__(
+        self, array: Any, *, dtype: Any = None, shape: Any = None, strides: Any = None, start: int = 0
+    ) -> None:
+        self._array, self.data = array, array.data + start if start else array.data
         self.dtype: np.dtype[Any] = np.dtype(array.dtype if dtype is None else dtype)
         self.shape: tuple[int, ...] = tuple(array.shape if shape is None else shape)
         self.strides: tuple[int, ...] = tuple(array.strides if strides is None else strides)
@@ -70,14 +74,27 @@ class DeviceView:
     @property
     def first_of_last(self) -> DeviceView:
         """The first element along the last axis, which goes away."""
-        return DeviceView(self._array, dtype=self.dtype, shape=self.shape[:-1], strides=self.strides[:-1])
+        return DeviceView(self, shape=self.shape[:-1], strides=self.strides[:-1])
+
+    def __getitem__(self, at: slice | tuple[slice, ...]) -> DeviceView:
+        """Give a part of the first axes; steps are 1."""
+        at = at if isinstance(at, tuple) else (at,)
+        cuts = [cut.indices(size) for cut, size in zip(at, self.shape, strict=False)]
+        sizes = [max(stop - start, 0) for start, stop, _ in cuts]
+        skipped = sum(start * stride for (start, _, _), stride in zip(cuts, self.strides, strict=False))
+        return DeviceView(self, shape=(*sizes, *self.shape[len(sizes) :]), start=skipped)
 
     def swapaxes(self, first: int, second: int) -> DeviceView:
         """Give a view with two axes exchanged."""
         order = list(range(self.ndim))
         order[first], order[second] = order[second], order[first]
         shape, strides = ([sizes[axis] for axis in order] for sizes in (self.shape, self.strides))
-        return DeviceView(self._array, dtype=self.dtype, shape=shape, strides=strides)
+        return DeviceView(self, shape=shape, strides=strides)
+
+    def get(self) -> Any:
+        """Copy a view of the whole array to the host."""
+        assert (self.shape, self.strides) == (self._array.shape, self._array.strides), "a view of a part"
+        return self._array.get().view(self.dtype)
 
 
 class DeviceBytes:

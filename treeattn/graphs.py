@@ -13,6 +13,7 @@ from treeattn.backends.registry import find, following
 from treeattn.devices import on_device
 from treeattn.errors import BackendError, InputError
 from treeattn.inputs import Options, resolve
+from treeattn.positions import Consecutive
 from treeattn.state import PartialState
 
 __all__ = ["CapturedPartial", "capture"]
@@ -84,7 +85,7 @@ def capture(q: Any, k: Any, v: Any, *, kv_len: Any, backend: Any = None, **optio
         raise BackendError(f"backend {found.name!r} has no graphs: call partial_attention in each step")
     for name in ("q", "k", "v", "kv_len", "mask", "q_pos", "kv_pos", "k_scale", "v_scale"):
         array = getattr(args, name)
-        if array is not None and not on_device(array):
+        if array is not None and not isinstance(array, Consecutive) and not on_device(array):
             raise InputError.of(
                 name, expected="an array on the card, where a graph finds it again", got="one on the host"
             )

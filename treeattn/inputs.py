@@ -17,7 +17,7 @@ import numpy.typing as npt
 from treeattn.arrays import FLOAT_DTYPES, KV_DTYPES, as_array, cast, dtype_name, reinterpret, to_array
 from treeattn.devices import Kind, broadcast, kind_of, on_device
 from treeattn.errors import InputError
-from treeattn.positions import Positions, lengths, window_pair
+from treeattn.positions import Consecutive, Positions, lengths, window_pair
 
 __all__ = [
     "LAYOUTS",
@@ -34,7 +34,7 @@ __all__ = [
 
 Array: TypeAlias = npt.NDArray[Any]
 Layout: TypeAlias = Literal["bhtd", "bthd"]
-_PositionPair: TypeAlias = "tuple[Array, Array] | tuple[None, None]"
+_PositionPair: TypeAlias = "tuple[Array, Array | Consecutive] | tuple[None, None]"
 LAYOUTS: tuple[Layout, ...] = ("bhtd", "bthd")
 
 
@@ -114,8 +114,9 @@ class Spec:
 class Args(NamedTuple):
     """The arrays of one call, as (batch, heads, tokens, width) views.
 
-    ``q_pos`` (B, Tq) and ``kv_pos`` (B, Tk) are int64 and set exactly when ``spec.positional``; ``kv_len`` (B,)
-    int64 exactly when ``spec.ragged``; ``mask`` (B, Hq, Tq, Tk), bool or of the state's dtype, is a broadcast
+    ``q_pos`` (B, Tq) and ``kv_pos`` (B, Tk) are int64 and set exactly when ``spec.positional``; where
+    ``spec.on_device``, consecutive ``kv_pos`` are no array but `treeattn.positions.Consecutive`. ``kv_len`` (B,) is
+    int64, set exactly when ``spec.ragged``; ``mask`` (B, Hq, Tq, Tk), bool or of the state's dtype, is a broadcast
     view. ``k_scale`` and ``v_scale`` (B, Hkv, blocks) are of the state's dtype; block ``i`` covers tokens
     ``i * k_block`` up to ``(i + 1) * k_block``.
     """
@@ -124,7 +125,7 @@ class Args(NamedTuple):
     k: Array
     v: Array
     q_pos: Array | None = None
-    kv_pos: Array | None = None
+    kv_pos: Any = None
     kv_len: Array | None = None
     mask: Array | None = None
     k_scale: Array | None = None
@@ -298,7 +299,7 @@ def _check_places(args: Args) -> None:
         if on_device(getattr(args, name)) != there:
             expected = "an array on a GPU, as q is" if there else "an array in host memory, as q is"
             raise InputError.of(name, expected=expected, got=type(getattr(args, name)).__name__)
-    for name in ("kv_len", "mask", "k_scale", "v_scale"):
+    for name in ("q_pos", "kv_pos", "kv_len", "mask", "k_scale", "v_scale"):
         if on_device(getattr(args, name)) and not there:
             raise InputError.of(name, expected="an array in host memory, as q is", got="one on a GPU")
 
@@ -342,8 +343,13 @@ def _positions(options: Options, used: bool, q: Array, k: Array, kv_len: Array |
     """Give both arrays of positions, or neither where no option asks for them; what the caller passed is checked."""
     if not used and options.q_pos is None and options.kv_pos is None:
         return None, None
-    positions = Positions(options.q_pos, options.kv_pos, q.shape[0], q.shape[2], k.shape[2]).resolve(kv_len)
-    return positions if used else (None, None)
+    batch, keys = q.shape[0], k.shape[2]
+    q_pos, kv_pos = Positions(options.q_pos, options.kv_pos, batch, q.shape[2], keys).resolve(kv_len)
+    if not used:
+        return None, None
+    if isinstance(kv_pos, Consecutive) and not on_device(q):
+        kv_pos = kv_pos.array(batch, keys)
+    return q_pos, kv_pos
 
 
 def _mask(mask: Any, shape: tuple[int, ...], state_dtype: str) -> Array | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Ledger", "Segment"]
+__all__ = ["Ledger", "Segment", "held_by"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,23 @@ class Segment:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+
+def held_by(owner: int, dealt: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Give where ``owner``'s positions begin and end; parts that follow each other are one.
+
+    Examples
+    --------
+    >>> held_by(0, [Segment(0, 4, 0), Segment(4, 8, 0), Segment(8, 12, 1), Segment(12, 13, 0)])
+    [(0, 8), (12, 13)]
+    """
+    runs: list[tuple[int, int]] = []
+    for part in dealt:
+        if part.owner != owner:
+            continue
+        first = runs.pop()[0] if runs and runs[-1][1] == part.start else part.start
+        runs.append((first, part.stop))
+    return runs
 
 
 class Ledger:

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import to_numpy
-from treeattn.devices import on_device, take
+from treeattn.devices import broadcast, on_device, take
 from treeattn.errors import InputError
 
-__all__ = ["POSITION_LIMIT", "Positions", "lengths", "window_pair"]
+__all__ = ["POSITION_LIMIT", "Consecutive", "Positions", "lengths", "window_pair"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -65,8 +65,23 @@ def _device_lengths(array: Array, batch: int) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
+class Consecutive:
+    """Keys at ``start``, ``start`` + 1 and so on, the same in every row: positions that need no array."""
+
+    start: int
+
+    def array(self, batch: int, tokens: int) -> Array:
+        """Give them as (B, Tk) int64."""
+        row = np.arange(self.start, self.start + tokens, dtype=np.int64)
+        return np.broadcast_to(row, (batch, tokens))
+
+
+@dataclass(frozen=True, slots=True)
 class Positions:
-    """The two position arguments, and what they mean where the caller left one out."""
+    """The two position arguments, and what they mean where the caller left one out.
+
+    Those on a GPU are never read here, so that a captured graph may outlive them.
+    """
 
     q_pos: Any
     kv_pos: Any
@@ -74,43 +89,49 @@ class Positions:
     q_tokens: int
     kv_tokens: int
 
-    def resolve(self, kv_len: Array | None) -> tuple[Array, Array]:
-        """Give (B, Tq) and (B, Tk) int64 positions."""
+    def resolve(self, kv_len: Array | None) -> tuple[Array, Array | Consecutive]:
+        """Give (B, Tq) and (B, Tk) int64 positions, those of the keys as `Consecutive` where they are."""
         kv_pos = self._of_keys()
-        if self.q_pos is None and on_device(kv_len):
-            raise InputError.of("q_pos", expected="positions, where kv_len is on a GPU", got="None")
-        if self.q_pos is None:
-            return self._of_last_keys(kv_pos, kv_len), kv_pos
-        return self._array("q_pos", self.q_pos, self.q_tokens), kv_pos
+        if self.q_pos is not None:
+            return self._array("q_pos", self.q_pos, self.q_tokens), kv_pos
+        for name, needed in (("kv_len", kv_len), ("kv_pos", kv_pos)):
+            if on_device(needed):
+                raise InputError.of("q_pos", expected=f"positions, where {name} is on a GPU", got="None")
+        return self._of_last_keys(kv_pos, kv_len), kv_pos
 
-    def _of_keys(self) -> Array:
+    def _of_keys(self) -> Array | Consecutive:
         if self.kv_pos is None:
-            return self._consecutive(0)
+            return Consecutive(0)
+        if on_device(self.kv_pos):
+            return self._array("kv_pos", self.kv_pos, self.kv_tokens)
         array = _integers("kv_pos", self.kv_pos, what="integer positions")
         if array.ndim:
             return self._array("kv_pos", array, self.kv_tokens)
         _check_positions("kv_pos", array)
-        return self._consecutive(int(array))
+        return Consecutive(int(array))
 
-    def _consecutive(self, start: int) -> Array:
-        row = np.arange(start, start + self.kv_tokens, dtype=np.int64)
-        return np.broadcast_to(row, (self.batch, self.kv_tokens))
-
-    def _of_last_keys(self, kv_pos: Array, kv_len: Array | None) -> Array:
+    def _of_last_keys(self, kv_pos: Array | Consecutive, kv_len: Array | None) -> Array:
         """Put the last query of each row on its last real key, and the others consecutively before it."""
         if self.kv_tokens == 0:
             return np.zeros((self.batch, self.q_tokens), dtype=np.int64)
         last = np.full(self.batch, self.kv_tokens, dtype=np.int64) if kv_len is None else kv_len
-        ends = kv_pos[np.arange(self.batch), np.maximum(last - 1, 0)]
+        at = np.maximum(last - 1, 0)
+        ends = kv_pos.start + at if isinstance(kv_pos, Consecutive) else kv_pos[np.arange(self.batch), at]
         return np.ascontiguousarray(ends[:, None] + np.arange(1 - self.q_tokens, 1, dtype=np.int64))
 
     def _array(self, name: str, values: Any, tokens: int) -> Array:
-        array = _integers(name, values, what="integer positions")
+        there = on_device(values)
+        array = take(name, values) if there else _integers(name, values, what="integer positions")
         if array.shape not in ((tokens,), (self.batch, tokens)):
             expected = f"shape ({tokens},) or ({self.batch}, {tokens})"
             raise InputError.of(name, expected=expected, got=f"shape {array.shape}")
-        _check_positions(name, array)
-        return np.broadcast_to(array.astype(np.int64, copy=False), (self.batch, tokens))
+        if not there:
+            _check_positions(name, array)
+            return np.broadcast_to(array.astype(np.int64, copy=False), (self.batch, tokens))
+        if array.dtype != np.int64:
+            raise InputError.of(name, expected="int64, where it is on a GPU", got=array.dtype)
+        spread: Array = broadcast(array, (self.batch, tokens))
+        return spread
 
 
 def _integer(value: Any) -> bool:

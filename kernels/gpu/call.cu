@@ -6,8 +6,9 @@
 struct ta_call {
   const char *q, *k, *v;
   long long q_stride[4], k_stride[4], v_stride[4];  // (batch, head, token, width)
-  const char *q_pos, *kv_pos;                       // int64 (batch, token), where TA_POSITIONS
+  const char *q_pos, *kv_pos;                       // int64 (batch, token), where TA_POSITIONS; kv_pos may be null:
   long long q_pos_stride[2], kv_pos_stride[2];
+  long long kv_start;                                // keys then follow each other from this position on
   long long before, after;                           // a query at t sees positions t - before to t + after
   const long long* kv_len;                           // (batch,), or null
   const char* mask;                                  // (batch, query head, query token, key), where TA_MASK

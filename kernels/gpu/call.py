@@ -12,8 +12,20 @@ from treeattn.errors import BackendError
 from treeattn.inputs import Args, Spec
 from treeattn.kernels.gpu.source import MAX_SOURCES
 from treeattn.kernels.gpu.table import TYPES, Specialisation
+from treeattn.positions import Consecutive
 
-__all__ = ["CALL", "FINISH", "MERGE", "address", "is_wide", "pack_call", "pack_finish", "pack_merge"]
+__all__ = [
+    "CALL",
+    "FINISH",
+    "MERGE",
+    "STORE",
+    "address",
+    "is_wide",
+    "pack_call",
+    "pack_finish",
+    "pack_merge",
+    "pack_store",
+]
 
 UNLIMITED = 2**62
 """A window's side without a limit: past every distance between positions, and no sum with one overflows."""
@@ -30,6 +42,7 @@ CALL = np.dtype(
         ("kv_pos", "i8"),
         ("q_pos_stride", "i8", 2),
         ("kv_pos_stride", "i8", 2),
+        ("kv_start", "i8"),
         ("before", "i8"),
         ("after", "i8"),
         ("kv_len", "i8"),
@@ -62,6 +75,23 @@ MERGE = np.dtype([("sources", "i8", MAX_SOURCES), ("out", "i8"), ("count", "i8")
 
 FINISH = np.dtype([(name, "i8") for name in ("packed", "sink", "out", "lse", "heads", "tokens", "width")])
 """``struct ta_finish``."""
+
+COPY = np.dtype(
+    [
+        ("from", "i8"),
+        ("to", "i8"),
+        ("from_stride", "i8", 4),
+        ("to_stride", "i8", 4),
+        *((name, "i8") for name in ("heads", "tokens", "width", "rows", "from_type", "to_type", "unit")),
+    ]
+)
+"""``struct ta_copy``."""
+
+STORE = np.dtype([("copies", COPY, 2)])
+"""``struct ta_store``."""
+
+STORED_TYPES = {**TYPES, "float64": 6, "int64": 7}
+"""Numbers of the types in ``store.cu``."""
 
 
 def address(array: Any) -> int:
@@ -102,8 +132,11 @@ def pack_call(
     for name in ("q", "k", "v"):
         _put(record, name, getattr(args, name))
     for name in ("q_pos", "kv_pos", "mask", "k_scale", "v_scale"):
-        if getattr(args, name) is not None:
-            _put(record, name, getattr(args, name))
+        array = getattr(args, name)
+        if isinstance(array, Consecutive):
+            record["kv_start"] = array.start
+        elif array is not None:
+            _put(record, name, array)
     record["kv_len"] = address(args.kv_len)
     record["before"], record["after"] = _window(spec)
     record["k_block"], record["v_block"] = args.k_block, args.v_block
@@ -135,6 +168,34 @@ def pack_merge(sources: Sequence[int], out: int, *, width: int) -> npt.NDArray[A
 def pack_finish(**fields: int) -> npt.NDArray[Any]:
     """Fill one ``struct ta_finish``, whose fields are the keywords."""
     return np.array([tuple(fields[name] for name in FINISH.names or ())], FINISH)
+
+
+def pack_store(pairs: Sequence[tuple[Any, Any]]) -> npt.NDArray[Any]:
+    """Fill one ``struct ta_store``.
+
+    Parameters
+    ----------
+    pairs : sequence of (from, to)
+        One or two; arrays (batch, heads, tokens, width) of one shape each, of the types that ``store.cu`` knows.
+    """
+    call = np.zeros(1, STORE)
+    for copy, (source, target) in zip(call[0]["copies"], pairs, strict=False):
+        batch, copy["heads"], copy["tokens"], copy["width"] = source.shape
+        copy["from"], copy["from_stride"] = address(source), source.strides
+        copy["to"], copy["to_stride"] = address(target), target.strides
+        copy["rows"] = batch * copy["heads"] * copy["tokens"]
+        copy["from_type"], copy["to_type"] = (STORED_TYPES[each.dtype.name] for each in (source, target))
+        if source.dtype == target.dtype:
+            _move_whole(copy, source, target)
+    return call
+
+
+def _move_whole(copy: Any, source: Any, target: Any) -> None:
+    """Say in which pieces rows of one type are copied, whatever they hold."""
+    copy["unit"] = itemsize = source.dtype.itemsize
+    if is_wide(source) and is_wide(target):
+        copy["unit"], copy["width"] = 16, copy["width"] * itemsize // 16
+        copy["from_stride"][3] = copy["to_stride"][3] = 16
 
 
 def _put(record: Any, name: str, array: Any) -> None:

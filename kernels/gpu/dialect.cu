@@ -55,6 +55,17 @@ TA_INLINE float ta_half(unsigned bits) {
 #endif
 }
 
+// The bits of a number rounded to float16, on cards of any age.
+TA_INLINE unsigned ta_half_bits(float x) {
+#ifdef TA_HIP
+  return __builtin_bit_cast(unsigned short, (_Float16)x);
+#else
+  unsigned short y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+#endif
+}
+
 // Two numbers rounded to float16 or bfloat16, the first in the low half.
 TA_INLINE unsigned ta_pack_half(float low, float high) {
 #ifdef TA_HIP

@@ -8,12 +8,18 @@ struct ta_row {
   const char* mask;
 };
 
+// Nobody has looked at a position on the card: within these limits nothing that is added to it overflows.
+TA_INLINE long long ta_position(long long stored) {
+  const long long most = 1LL << 61;
+  return stored < -most ? -most : stored < most ? stored : most;
+}
+
 TA_INLINE ta_row ta_row_of(const ta_call& call, const ta_place& here, int row) {
   const int r = here.first_row + ta_min(row, here.rows - 1), tokens = (int)call.q_tokens;
   ta_row found = {};
 #if TA_POSITIONS
-  const long long position =
-      *(const long long*)(call.q_pos + here.batch * call.q_pos_stride[0] + r % tokens * call.q_pos_stride[1]);
+  const char* stored = call.q_pos + here.batch * call.q_pos_stride[0] + r % tokens * call.q_pos_stride[1];
+  const long long position = ta_position(*(const long long*)stored);
   found.first = position - call.before;
   found.last = position + call.after;
 #endif
@@ -63,7 +69,8 @@ TA_INLINE float ta_logit(const ta_call& call, const ta_place& here, const ta_row
   seen = seen && added != -TA_INF;
 #endif
 #if TA_POSITIONS
-  const long long at = *(const long long*)(call.kv_pos + here.batch * call.kv_pos_stride[0] + k * call.kv_pos_stride[1]);
+  const char* stored = call.kv_pos + here.batch * call.kv_pos_stride[0] + k * call.kv_pos_stride[1];
+  const long long at = call.kv_pos ? *(const long long*)stored : call.kv_start + k;
   seen = seen && at >= row.first && at <= row.last;
 #endif
   return seen ? logit : -TA_INF;

@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 
 from treeattn.kernels import exponential, wire_rows
+from treeattn.kernels.gpu.targets import Target
 
-__all__ = ["MAX_SOURCES", "MAX_SPLITS", "THREADS", "state_defines", "text"]
+__all__ = ["MAX_SOURCES", "MAX_SPLITS", "THREADS", "state_defines", "store_defines", "text"]
 
 THREADS = 128
 """Threads of a block: four waves of 32 or two of 64."""
@@ -24,7 +25,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cu)"\n', re.MULTILINE)
 
 @cache
 def text(name: str) -> str:
-    """Give the text of ``"vector.cu"``, ``"matrix.cu"`` or ``"states.cu"``, each included file in it once."""
+    """Give the text of ``vector.cu``, ``matrix.cu``, ``states.cu`` or ``store.cu``, each included file in it once."""
     return _expand(name, set())
 
 
@@ -32,6 +33,11 @@ def _expand(name: str, done: set[str]) -> str:
     done.add(name)
     written = (Path(__file__).parent / name).read_text(encoding="utf-8")
     return _INCLUDE.sub(lambda found: "" if found[1] in done else _expand(found[1], done), written)
+
+
+def store_defines(target: Target) -> dict[str, str]:
+    """Give the constants of ``store.cu``."""
+    return {"TA_THREADS": str(THREADS), **target.defines()}
 
 
 def state_defines() -> dict[str, str]:

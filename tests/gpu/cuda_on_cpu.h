@@ -65,8 +65,8 @@ To cpu_bits(From from) {
 
 inline float ta_exp2(float x) { return x < -126.f ? 0.f : exp2f(x); }
 inline float ta_half(unsigned bits) { return (float)cpu_bits<_Float16>((unsigned short)bits); }
-inline unsigned cpu_half(float x) { return cpu_bits<unsigned short>((_Float16)x); }
-inline unsigned ta_pack_half(float low, float high) { return cpu_half(low) | (cpu_half(high) << 16); }
+inline unsigned ta_half_bits(float x) { return cpu_bits<unsigned short>((_Float16)x); }
+inline unsigned ta_pack_half(float low, float high) { return ta_half_bits(low) | (ta_half_bits(high) << 16); }
 inline unsigned cpu_bfloat(float x) {
   const unsigned u = cpu_bits<unsigned>(x);
   return x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;

@@ -20,6 +20,7 @@ from emulation import Emulator
 
 from treeattn.backends.device import DeviceBackend
 from treeattn.backends.pins import Pins
+from treeattn.devices import DeviceView
 from treeattn.kernels.gpu.targets import target_of
 
 __all__ = ["FakeCard", "FakeCardBackend", "FaultingArray"]
@@ -77,6 +78,19 @@ class FaultingArray:
         """What a careless NumPy would follow into the fault."""
         return self.__cuda_array_interface__
 
+    def __getitem__(self, at: tuple[slice, ...]) -> FaultingArray:
+        view = DeviceView(self)[at]
+        return FaultingArray(self.card, view.data.ptr, view.shape, view.dtype, view.strides)
+
+    def __setitem__(self, at: tuple[slice, ...], new: FaultingArray) -> None:
+        """Write a part, by the card's own engine."""
+        part, found = self[at], new.get()
+        assert part.shape == new.shape
+        with self.card.access():
+            raw = (ctypes.c_char * ARENA).from_address(self.card.start)
+            start = part.data.ptr - self.card.start
+            np.ndarray(part.shape, part.dtype, raw, start, part.strides)[...] = found
+
     def swapaxes(self, first: int, second: int) -> FaultingArray:
         order = list(range(self.ndim))
         order[first], order[second] = order[second], order[first]
@@ -90,8 +104,10 @@ class FaultingArray:
 
     def get(self) -> np.ndarray[Any, Any]:
         """Copy to the host, as CuPy's ``get`` does."""
-        found = np.empty(self.shape, self.dtype)
-        self.card.copy_out(self, found.reshape(-1).view(np.uint8))
+        with self.card.access():
+            raw = (ctypes.c_char * ARENA).from_address(self.card.start)
+            found = np.ndarray(self.shape, self.dtype, raw, self.data.ptr - self.card.start, self.strides).copy("C")
+        self.card.copies += 1
         return found
 
 
@@ -123,7 +139,8 @@ class FakeCard:
         self.number = number
         self.emulator, self.target, self.multiprocessors = emulator, target_of(arch), 2
         self._memory = mmap.mmap(-1, ARENA)
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.room = ARENA
         self.used = self.launches = self.copies = self.waits = self.detours = 0
         self.pinned: dict[int, int] = {}
         self.pins = Pins(self.pinned.__setitem__, self.pinned.__delitem__)
@@ -135,7 +152,7 @@ class FakeCard:
         self._protect(NO_ACCESS)
 
     def _protect(self, access: int) -> None:
-        assert _libc.mprotect(ctypes.c_void_p(self._start), ctypes.c_size_t(ARENA), access) == 0
+        assert _libc.mprotect(ctypes.c_void_p(self.start), ctypes.c_size_t(ARENA), access) == 0
 
     @contextmanager
     def access(self) -> Iterator[None]:
@@ -157,10 +174,12 @@ class FakeCard:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> FaultingArray:
         self.refuse_in_capture("an allocation")
-        at = self._start + self.used
+        at = self.start + self.used
         array = FaultingArray(self, at, shape, dtype)
         self.used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        assert self.used <= ARENA, "the fake card is out of memory"
+        if self.used > self.room:
+            self.used -= -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+            raise MemoryError(f"Out of memory allocating {array.nbytes:,} bytes")  # as CuPy's is one
         with self.access():
             ctypes.memset(at, 0xFF, array.nbytes)  # NaN: nothing here is initialised
         return array
@@ -248,7 +267,8 @@ class FakeCard:
     def compile(self, text: str, kernel: str, defines: dict[str, str], *, contract: bool) -> FakeKernel:
         self.refuse_in_capture("compiling")
         attention = kernel in ("treeattn_vector", "treeattn_matrix")
-        struct = "ta_call" if attention else "ta_finish" if kernel == "treeattn_finish" else "ta_merge"
+        others = {"treeattn_finish": "ta_finish", "treeattn_store": "ta_store"}
+        struct = "ta_call" if attention else others.get(kernel, "ta_merge")
         if kernel == "treeattn_identity":  # takes two numbers, which the emulator passes as one struct
             text, kernel, struct = text + IDENTITY, "identity_of", "two"
         if self.target.dialect == "hip" and kernel == "treeattn_matrix":

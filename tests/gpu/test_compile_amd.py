@@ -84,3 +84,9 @@ def test_merging_is_compiled_without_fused_operations(arch: str, tmp_path: Path)
     for name in ("merge", "pack", "merge_rows", "unpack"):
         kernel = made.split(f"treeattn_{name}:")[1].split("s_endpgm")[0]
         assert not re.findall(r"v_(?:pk_)?(?:fma|fmac|mad|mac|dot)\w*_f(?:32|64)", kernel)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_writing_to_a_cache_is_compiled_without_scratch(arch: str, tmp_path: Path) -> None:
+    made = assembly(tmp_path, source.text("store.cu"), source.store_defines(target_of(arch)), arch)
+    assert numbers(made, "ScratchSize") == [0]

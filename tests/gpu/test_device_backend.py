@@ -148,16 +148,6 @@ def test_what_would_mix_card_and_host_is_refused_by_name(card: FakeCard) -> None
         treeattn.energy(q, k, v, zeta)
     with pytest.raises(InputError, match=r"^out: expected a NumPy array or a torch tensor, in host memory, got Tensor"):
         treeattn.attention(q, k, v, out=zeta)
-    cache = treeattn.ShardedKVCache(None, batch=1, kv_heads=2, head_dim=16, capacity=64)
-    with pytest.raises(
-        InputError, match=r"^k: expected an array in host memory, where this cache is, got one on a GPU"
-    ):
-        cache.append(Tensor(card.upload(k)), v)
-    cache.append(k, v)
-    with pytest.raises(
-        InputError, match=r"^q: expected an array in host memory, where this cache is, got one on a GPU"
-    ):
-        cache.decode(zeta)
 
 
 @pytest.mark.usefixtures("libraries")
@@ -199,6 +189,61 @@ def test_options_may_be_on_the_host_or_on_the_card(backend: Any, card: FakeCard,
         out, lse = treeattn.attention(*there, **given, **options, backend=backend, return_lse=True)
         right = {"mask": mask, "kv_len": lengths, **options}
         assert_attention((out.get(), lse.get()), q, k, v, **right)
+
+
+POSITIONS: dict[str, dict[str, Any]] = {
+    "arrays": {"q_pos": np.array([40]), "kv_pos": np.arange(60)[::-1] - 7},
+    "a row each": {"q_pos": np.array([[40]]), "kv_pos": np.arange(60)[None] * 2},
+    "where the keys begin": {"q_pos": np.array([40]), "kv_pos": 3},
+    "none of the keys": {"q_pos": np.array([40])},
+    "none": {},
+    "none of the queries": {"kv_pos": -100},
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_may_be_on_the_card_or_need_no_array(backend: Any, card: FakeCard, name: str) -> None:
+    arrays, options = inputs(), {"causal": True, "window": (30, None)}
+    there = on_card(card, *arrays)
+    given = {key: card.upload(each) if isinstance(each, np.ndarray) else each for key, each in POSITIONS[name].items()}
+    for _ in range(2):
+        copies = card.copies
+        out, lse = treeattn.attention(*there, **given, **options, backend=backend, return_lse=True)
+        copies = card.copies - copies
+    assert_attention((out.get(), lse.get()), *arrays, **POSITIONS[name], **options)
+    assert copies == ("q_pos" not in given), "where the last query stands, and no array of keys"
+
+
+def test_positions_on_the_card_are_never_read_by_the_host(backend: Any, card: FakeCard) -> None:
+    arrays = inputs()
+    there = on_card(card, *arrays)
+    for wild in (-(2**63), 2**63 - 1):
+        where = {"q_pos": card.upload(np.array([wild])), "kv_pos": card.upload(np.arange(60))}
+        out = treeattn.attention(*there, window=(None, 5), causal=True, backend=backend, **where)
+        right = treeattn.attention(*there, backend=backend).get() if wild > 0 else np.zeros_like(arrays[0])
+        np.testing.assert_array_equal(out.get(), right)
+    for name in ("q_pos", "kv_pos"):
+        where = {"q_pos": np.array([1]), name: card.upload(np.zeros(60 if name == "kv_pos" else 1, np.int32))}
+        with pytest.raises(InputError, match=f"^{name}: expected int64, where it is on a GPU, got int32"):
+            treeattn.attention(*there, causal=True, backend=backend, **where)
+    with pytest.raises(InputError, match=r"^kv_pos: expected shape \(60,\) or \(1, 60\), got shape \(59,\)"):
+        treeattn.attention(*there, causal=True, q_pos=[0], kv_pos=card.upload(np.arange(59)), backend=backend)
+    with pytest.raises(InputError, match=r"^q_pos: expected positions, where kv_pos is on a GPU, got None"):
+        treeattn.attention(*there, causal=True, kv_pos=card.upload(np.arange(60)), backend=backend)
+    with pytest.raises(InputError, match=r"^q_pos: expected an array in host memory, as q is, got one on a GPU"):
+        treeattn.attention(*arrays, causal=True, q_pos=card.upload(np.array([3])))
+
+
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_groups_of_heads_have_the_bits_of_the_whole_call(backend: Any, card: FakeCard, layout: str) -> None:
+    q, k, v = (array if layout == "bhtd" else np.ascontiguousarray(array.swapaxes(1, 2)) for array in inputs())
+    mask = np.random.default_rng(1).random((60,)) < 0.6
+    there, on_there = on_card(card, q, k, v), card.upload(mask)
+    found = [
+        treeattn.decode(*there, comm=None, mask=on_there, layout=layout, pipeline=groups, backend=backend).get()
+        for groups in (1, 2)
+    ]
+    assert found[0].tobytes() == found[1].tobytes()
 
 
 def test_arrays_in_different_places_are_refused(backend: Any, card: FakeCard) -> None:
@@ -344,6 +389,7 @@ def test_auto_is_the_cpu_where_no_card_is(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "cupy", None)
     auto = AutoBackend()
     assert auto.ops.name == "cpu"
+    assert (auto.queues, auto.memory.on_device, auto.capabilities.graphs) == (False, False, False)
     arrays = inputs()
     np.testing.assert_array_equal(treeattn.attention(*arrays, backend=auto), treeattn.attention(*arrays))
 

@@ -84,3 +84,15 @@ def test_views_have_numpys_strides(card: FakeCard) -> None:
         broadcast(there, (2, 1, 4))
     assert DeviceView(there).swapaxes(0, 2).strides == host.swapaxes(0, 2).strides
     assert on_device(DeviceView(there))
+
+
+def test_views_are_cut_as_numpy_cuts(card: FakeCard) -> None:
+    host = np.arange(2 * 3 * 7, dtype=np.float32).reshape(2, 3, 7)
+    there = DeviceView(card.upload(host))
+    for at in ((slice(1, 2),), (slice(None), slice(1, 3)), (slice(0), slice(-1, None), slice(2, 99))):
+        part, right = there[at], host[at]
+        assert (part.shape, part.strides) == (right.shape, right.strides)
+        assert part.data.ptr - there.data.ptr == right.ctypes.data - host.ctypes.data
+    twice = there[1:][:, 1:, 3:].swapaxes(1, 2)
+    assert twice.data.ptr - there.data.ptr == host[1:, 1:, 3:].ctypes.data - host.ctypes.data
+    np.testing.assert_array_equal(DeviceView(card.upload(host.view(np.int32)), dtype=np.float32).get(), host)

@@ -57,17 +57,18 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
     cupy = types.SimpleNamespace(cuda=cuda, random=random, RawModule=Kernels, **same)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("gpu", "gpu_peers", "gpu_timing"):
+    names = ("gpu", "gpu_cache", "gpu_peers", "gpu_timing")
+    for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    gpu, peers, timing = (__import__(name) for name in ("gpu", "gpu_peers", "gpu_timing"))
+    gpu, cache, peers, timing = map(__import__, names)
     backend: Any = registry.load("cpu")
     monkeypatch.setattr(backend, "runtime", types.SimpleNamespace(multiprocessors=2), raising=False)
     monkeypatch.setattr(timing, "REPEATS", 2)
     monkeypatch.setattr(gpu, "COLD_BYTES", 2**20)
     monkeypatch.setattr(gpu, "capture", lambda *_, **__: lambda: None)
-    for module in (gpu, peers):
+    for module in (gpu, cache, peers):
         monkeypatch.setattr(module, "the_backend", lambda: backend)
-    return types.SimpleNamespace(gpu=gpu, peers=peers, timing=timing)
+    return types.SimpleNamespace(gpu=gpu, cache=cache, peers=peers, timing=timing)
 
 
 def test_the_table_of_kernels_is_made_row_by_row(
@@ -83,6 +84,19 @@ def test_the_table_of_kernels_is_made_row_by_row(
         assert row["us of a read"] == pytest.approx(5.0)  # an event and two launches
         assert row["error"] <= 2e-5, "the CPU's kernel is as exact as that"
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_cache_is_filled_and_decoded_at_each_length(
+    benchmarks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_cache.py", "--keys", "40", "--keys", "-1"])
+    benchmarks.cache.main()
+    first, failed = capsys.readouterr().out.splitlines()
+    assert "failed" in failed
+    found = re.findall(r"(us [a-z ]+|error) ([\d.e+-]+)", first)
+    times = ["us to fill", "us from the host", "us to append", "us to decode", "us for three", "us of a step in all"]
+    assert [name for name, _ in found] == [*times, "error"]
+    assert float(found[-1][1]) <= 2**-7, "out is bfloat16"
 
 
 def test_who_is_not_there_leaves_the_other_rows(

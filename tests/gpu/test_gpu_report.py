@@ -84,6 +84,6 @@ def test_the_parts_fit_into_a_short_loan_and_into_eight_files(report: Any, tmp_p
     assert sum(part.limit for part in found) <= 11 * 60
     named = {part.file for part in found} | {"summary.txt"}
     named |= {
-        Path(word).name for part in found for command in part.commands for word in command if word.endswith("json")
+        Path(word).name for part in found for command in part.commands for word in command if word.endswith(".json")
     }
     assert len(named) <= 8

@@ -10,6 +10,8 @@ import pytest
 from fake_card import FakeCard, FakeCardBackend
 
 import treeattn
+from treeattn import graphs
+from treeattn.backends.auto import AutoBackend
 from treeattn.errors import BackendError, InputError
 from treeattn.graphs import capture
 from treeattn.testing.oracle import assert_attention, assert_close, dense
@@ -45,6 +47,30 @@ def test_one_graph_follows_a_growing_cache(backend: Any, card: FakeCard, dtype: 
         right = dense(q, k, v, kv_len=np.array([length]))
         assert_close(out.get(), right.out, limit, "out")
         assert_close(lse.get(), right.lse, limit, "lse")
+
+
+def test_a_graph_masks_by_positions_on_the_card(backend: Any, card: FakeCard) -> None:
+    (q, k, v), options = inputs(), {"causal": True, "window": (50, None)}
+    there = [card.upload(array) for array in (q, k, v)]
+    lengths, where = card.upload(np.array([CAPACITY])), card.upload(np.array([0]))
+    step = capture(*there, kv_len=lengths, q_pos=where, backend=backend, **options)
+    for at in (0, 77, CAPACITY - 1):
+        card.copy_in(np.array([at]).view(np.uint8), where)
+        out, lse = step().finish(return_lse=True)
+        assert_attention((out.get(), lse.get()), q, k, v, q_pos=np.array([at]), kv_pos=0, **options)
+
+
+def test_a_capture_that_names_no_backend_finds_the_cards(
+    backend: Any, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto = AutoBackend()
+    monkeypatch.setitem(auto.__dict__, "chosen", backend)
+    monkeypatch.setattr(graphs, "find", lambda name, spec: auto if name == "auto" else None)
+    q, k, v = inputs()
+    there = [card.upload(array) for array in (q, k, v)]
+    step = capture(*there, kv_len=card.upload(np.array([20])))
+    out, lse = step().finish(return_lse=True)
+    assert_attention((out.get(), lse.get()), q, k, v, kv_len=np.array([20]))
 
 
 def test_the_bits_are_those_of_a_call_with_the_same_capacity(backend: Any, card: FakeCard) -> None:

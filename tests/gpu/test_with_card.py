@@ -150,6 +150,67 @@ def test_ranks_that_share_a_card_read_each_others_memory(mpirun: Any) -> None:
     assert len(job.reports) == 2
 
 
+def cache_on_card(dtype: str = "float32", capacity: int = 5000) -> Any:
+    return treeattn.ShardedKVCache(
+        None, batch=1, kv_heads=8, head_dim=128, dtype=dtype, capacity=capacity, backend=the_backend()
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_on_the_card_grows_and_decodes_in_place(dtype: str) -> None:
+    cache = cache_on_card(dtype)
+    cupy = importlib.import_module("cupy")
+    q, k, v = (np.asarray(array, np.float32) for array in bfloat16_inputs(3000))  # which either type holds
+    for start, stop in ((0, 1000), (1000, 1001), (1001, 3000)):
+        cache.append(*(cupy.asarray(each[:, :, start:stop]) for each in (k, v)))
+    out, lse = cache.decode(cupy.asarray(q), return_lse=True)
+    assert isinstance(out, cupy.ndarray)
+    right = dense(q, k, v)
+    assert np.abs(out.get() - right.out).max() <= 2e-5 * np.abs(right.out).max()
+    assert np.abs(lse.get() - right.lse).max() <= 1e-4
+    cache.truncate(2000)
+    cache.append(k[:, :, 2000:], v[:, :, 2000:])  # from the host
+    np.testing.assert_array_equal(cache.decode(q), out.get())
+
+
+def test_tensors_may_be_overwritten_as_soon_as_they_are_appended() -> None:
+    torch = torch_on_card()
+    cache, arrays = cache_on_card(), [np.asarray(array, np.float32) for array in bfloat16_inputs(3000)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        q, k, v = (torch.from_numpy(array).cuda() for array in arrays)
+        cache.append(k, v)
+        k.fill_(float("nan"))
+        v.fill_(float("nan"))
+        out = cache.decode(q) * 1
+    stream.synchronize()
+    right = dense(*arrays).out
+    assert np.abs(out.cpu().numpy() - right).max() <= 1e-5 * np.abs(right).max()
+
+
+def test_a_full_card_is_one_sentence_and_the_cache_goes_on() -> None:
+    cache, (q, k, v) = cache_on_card(capacity=10**6), (np.asarray(each, np.float32) for each in bfloat16_inputs(300))
+    pool = importlib.import_module("cupy").get_default_memory_pool()
+    cache.append(k, v)
+    before = cache.decode(q)
+    pool.free_all_blocks()
+    pool.set_limit(size=pool.total_bytes() + 2**20)
+    try:
+        with pytest.raises(MemoryError, match=r"^card \d+ has no room for [\d,]+ bytes more: "):
+            cache.append(*(np.concatenate([each] * 50, axis=2) for each in (k, v)))
+    finally:
+        pool.set_limit(size=0)
+    np.testing.assert_array_equal(cache.decode(q), before)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_that_share_a_card_share_a_cache(mpirun: Any, ranks: int) -> None:
+    the_backend()
+    job = mpirun(Path(__file__).with_name("cache_on_card.py"), ranks, timeout=100)
+    assert len(job.reports) == ranks
+    assert len({report["bits"] for report in job.reports}) == 1
+
+
 def test_a_captured_graph_follows_the_lengths_on_the_card() -> None:
     backend = the_backend()
     cupy = importlib.import_module("cupy")

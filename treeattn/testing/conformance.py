@@ -239,6 +239,37 @@ class BackendConformance:
         host._packed.reshape(-1).view(np.uint8)[:] = np.frombuffer(self.bits(state), np.uint8)
         return host
 
+    def test_rows_of_a_cache_hold_what_is_written_to_them(self) -> None:
+        """In each type that a cache may hold, from any float type and any strides, and nothing else is touched."""
+        memory = self.backend.memory
+        for dtype, given in product(self.backend.capabilities.dtypes, ("float32", "float64")):
+            q, k, v = self.inputs(dtype)
+            rows = [memory.empty((2, 2, TOKENS, each.shape[3]), each.dtype) for each in (k, v)]
+            tokens = [each.astype(given) for each in (k, v)]
+            turned = [np.ascontiguousarray(each.swapaxes(1, 2)).swapaxes(1, 2) for each in tokens]
+            for start, stop, new in ((0, 20, turned), (15, TOKENS, tokens), (20, 20, tokens)):
+                memory.write(rows, start, [each[:, :, start:stop] for each in new])
+            there = q if not memory.on_device else memory.bring(q)
+            got = treeattn.attention(there, *rows, backend=self.backend, return_lse=True)
+            stored = [each.astype(q.dtype) for each in tokens]
+            expected = treeattn.attention(q, *stored, backend=self.backend, return_lse=True)
+            assert [fetch(each).tobytes() for each in got] == [each.tobytes() for each in expected]
+
+    def test_a_cache_of_its_memory_gives_the_dense_answer(self) -> None:
+        """While it grows, is cut back and grows again; with positions, where they are not refused."""
+        q, k, v = self.inputs()
+        cache = treeattn.ShardedKVCache(
+            None, batch=2, kv_heads=2, head_dim=8, v_head_dim=11, capacity=TOKENS, backend=self.backend
+        )
+        for start, stop in ((0, 1), (1, 30), (12, TOKENS)):
+            cache.truncate(start)
+            cache.append(k[:, :, start:stop], v[:, :, start:stop])
+        for causal in (False, True)[: 1 if "causal" in self.refused else 2]:
+            got = cache.decode(q, return_lse=True, causal=causal)
+            assert isinstance(got[0], np.ndarray), "as q is"
+            assert_attention(got, q, k, v, causal=causal)
+        assert cache.nbytes == 4 * 2 * 2 * TOKENS * (8 + 11)
+
     def test_bytes_survive_the_way_to_the_host_and_back(self) -> None:
         """What travels between ranks is what was there."""
         packed = np.random.default_rng(1).standard_normal((2, 3, 1, 6)).astype(np.float32)
