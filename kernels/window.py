@@ -60,18 +60,17 @@ TAKEN, MERGED, RESULT = 0, 64, 128
 """Where, in what ranks that merge together have in common, the parts are counted that were taken and that are merged,
 each count on a cache line of its own; and where the result is."""
 
-PARTS = 8
-"""Parts of the rows that ranks which merge together take one by one."""
-
 
 class Own(NamedTuple):
-    """What a rank has of its own in a swap, in this order: addresses, but for the numbers of spins and yields."""
+    """What a rank has of its own in a swap, in this order: addresses, but for numbers of spins, yields, parts."""
 
     header: int
     room: int
     """As much as `room` gives."""
     spins: int
     yields: int
+    parts: int
+    """Into which ranks that merge together cut the rows, to take them one by one."""
     steps: int
     uses: int
     rounds: int
@@ -166,8 +165,8 @@ def _swap_of(dtype: Any, kind: Any) -> Any:
 
 
 _SWAP = {name: _swap_of(*both) for name, both in KINDS.items()}
-_HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _STEPS_AT = range(5)
-_USES_AT, _ROUNDS_AT, _SLOT_AT, _COMMON_AT = 5, 6, 7, 9
+_HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _PARTS_AT, _STEPS_AT = range(6)
+_USES_AT, _ROUNDS_AT, _SLOT_AT, _COMMON_AT = 6, 7, 8, 10
 
 
 @inline
@@ -195,7 +194,7 @@ def _swap(state: Array, out: Array, slots: Array, own: Array, dtype: Any, kind: 
     if found == EQUAL:
         target = np.int64(out.ctypes.data)
         if common == 0 or not _merge_together(
-            target, sources, shifted, rows, width, space, common, spins, yields, dtype, kind
+            target, sources, shifted, rows, width, space, common, own[_PARTS_AT], spins, yields, dtype, kind
         ):
             merge_to_state(target, sources, rows, width, space, dtype, kind)
         uses[0] = use
@@ -205,11 +204,11 @@ def _swap(state: Array, out: Array, slots: Array, own: Array, dtype: Any, kind: 
 
 @inline
 def _merge_together(
-    out: int, sources: Array, shifted: Array, rows: int, width: int, space: int, common: int, spins: int, yields: int,
-    dtype: Any, kind: Any,
+    out: int, sources: Array, shifted: Array, rows: int, width: int, space: int, common: int, parts: int,
+    spins: int, yields: int, dtype: Any, kind: Any,
 ) -> bool:  # fmt: skip
     """Merge parts of the rows, as many as this rank gets hold of, and copy all; false where others don't end theirs."""
-    size, wire_size, each = width * itemsize(dtype), row_bytes(width, dtype, kind), (rows + PARTS - 1) // PARTS
+    size, wire_size, each = width * itemsize(dtype), row_bytes(width, dtype, kind), (rows + parts - 1) // parts
     parts = (rows + each - 1) // each
     part = next_task(common + TAKEN)
     while part < parts:

@@ -21,6 +21,8 @@ from treeattn.plan import Radices
 from treeattn.testing import FakeBackend, over_the_wire, run_ranks
 from treeattn.window import room_for_state
 
+LARGE = 8 * window.SMALL
+
 OPS = PartialState.identity((1, 1, 1, 1), backend="reference").ops
 
 
@@ -29,6 +31,14 @@ def compiled():
     """Compile before ranks have to wait for it."""
     for dtype in ("float32", "float64"):
         run_ranks(2, lambda t, dtype=dtype: TreeComm(t).allreduce(state_of(t.rank, dtype=dtype)), timeout=120)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def smaller():
+    """Let too large states be quick to merge."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window, "LARGE", LARGE)
+        yield
 
 
 def state_of(rank, heads=3, dtype="float32"):
@@ -47,7 +57,7 @@ CALLS = {
     "other heads": lambda comm: comm.allreduce(state_of(comm.rank, heads=2)),
     "float64": lambda comm: comm.allreduce(state_of(comm.rank, dtype="float64")),
     "large": lambda comm: comm.allreduce(state_of(comm.rank, heads=window.SMALL // 24 + 1)),
-    "too large": lambda comm: comm.allreduce(state_of(comm.rank, heads=window.LARGE // 24 + 1)),
+    "too large": lambda comm: comm.allreduce(state_of(comm.rank, heads=LARGE // 24 + 1)),
     "first": lambda comm: comm.reduce(state_of(comm.rank)),
     "last": lambda comm: comm.reduce(state_of(comm.rank), root=comm.size - 1),
 }
@@ -78,9 +88,9 @@ HEADS = 1, 7, 8, 30, window.SMALL // 24 + 1
 """Fewer rows than parts, and numbers that parts don't divide; the last is more bytes than there always is room for."""
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("together", "cores"), [(False, "7"), (True, "1"), (True, "ff")])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_ranks_that_merge_together_have_the_bits_of_those_that_merge_alone(monkeypatch, together, dtype):
+def test_ranks_that_merge_together_have_the_bits_of_those_that_merge_alone(monkeypatch, together, cores, dtype):
     def body(transport):
         comm, found = TreeComm(transport), []
         for heads in HEADS:
@@ -89,6 +99,7 @@ def test_ranks_that_merge_together_have_the_bits_of_those_that_merge_alone(monke
         return found
 
     monkeypatch.setattr(window, "merge_together", lambda *_: together)
+    monkeypatch.setattr(window, "_cores", lambda: cores)
     for ranks in (2, 5):
         right = [bits(over_the_wire([state_of(r, heads, dtype) for r in range(ranks)])) for heads in HEADS]
         assert run_ranks(ranks, body) == [[each for each in right for _ in range(4)]] * ranks
@@ -215,7 +226,7 @@ def test_nothing_is_left():
     assert not list(window.FOLDER.glob(f"treeattn-{os.getpid()}-*"))
 
 
-ROOM = 64 + 2 * 2 * (64 + 2**20) + 2 * (128 + 2**20)
+ROOM = 64 + 2 * 2 * (64 + 2**16) + 2 * (128 + 2**16)
 """Two slots for each of two ranks, two common results, and what the first rank writes for the other to find."""
 
 
@@ -258,6 +269,54 @@ def test_where_memory_is_not_shared_messages_are_used_and_one_rank_says_so(monke
     (warning,) = caught
     assert str(warning.message).startswith(text)
     assert not list(window.FOLDER.glob(f"treeattn-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize("plan", ["shared", "auto"])
+def test_where_there_is_no_room_for_more_only_large_states_are_messages(monkeypatch, plan):
+    """Asked for once, whatever comes later; lanes do not ask either."""
+    reserve, asked = os.posix_fallocate, []
+
+    def full(file, start, size):
+        if size > ROOM:
+            asked.append(size)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(file, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    def body(transport):
+        found = []
+        with TreeComm(transport, plan=plan) as comm:
+            for heads in (3, window.SMALL // 24 + 1, window.SMALL // 24 + 2, 3):
+                merged = (
+                    comm.allreduce(state_of(comm.rank, heads)),
+                    comm.allreduce_begin(state_of(comm.rank, heads)).end(),
+                )
+                shared = comm.plan_for(24 * heads).radices.inside == "shared"
+                found.append((shared, *map(bits, merged)))
+        return found
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run_ranks(2, body)
+    heads = 3, window.SMALL // 24 + 1, window.SMALL // 24 + 2, 3
+    right = [bits(over_the_wire([state_of(0, each), state_of(1, each)])) for each in heads]
+    assert found == [[(24 * h <= window.SMALL, each, each) for h, each in zip(heads, right, strict=True)]] * 2
+    (warning,), (_,) = caught, asked
+    assert "will use messages for states of more than 65,536 bytes" in str(warning.message)
+
+
+def test_room_is_made_for_larger_states_and_those_before_keep_theirs():
+    heads = 3, window.SMALL // 24 + 1, 3, 4 * window.SMALL // 24, 5
+
+    def body(transport):
+        with TreeComm(transport) as comm:
+            found = [(bits(comm.allreduce(state_of(comm.rank, each))), comm._session.window.room) for each in heads]
+            return found, comm.stats.messages
+
+    right = [bits(over_the_wire([state_of(rank, each) for rank in range(3)])) for each in heads]
+    rooms = [factor * window.SMALL for factor in (1, 2, 2, 4, 4)]
+    assert run_ranks(3, body) == [([*zip(right, rooms, strict=True)], 0)] * 3
 
 
 def test_an_error_in_the_middle_of_quick_steps_reaches_all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from copy import copy
@@ -13,6 +14,7 @@ from treeattn.gpu_mpi import Verdict
 from treeattn.guard import Guard
 from treeattn.rounds import Tally
 from treeattn.transport import Mark, Silence, Transport
+from treeattn.window import room_for_state
 
 if TYPE_CHECKING:
     from treeattn.executor import Exchange
@@ -50,6 +52,11 @@ class Channel:
     ----------
     transport : Transport
         Ours alone.
+
+    Attributes
+    ----------
+    most_room : int
+        Bytes of the largest state for which windows may have room: less where /dev/shm had no room for more.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -70,7 +77,7 @@ class Channel:
 
     def name_hosts(self, hosts: tuple[str, ...]) -> None:
         """Take the host map, and count from here on."""
-        self.hosts = hosts
+        self.hosts, self.most_room = hosts, room_for_state(hosts)
         self.tally = Tally(hosts, self.rank)
 
     def apart(self) -> Channel:
@@ -78,6 +85,7 @@ class Channel:
         made = copy(self)
         made.guard, made.wire_dtype = Guard(), None
         made.name_hosts(self.hosts)
+        made.most_room = self.most_room
         return made
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -127,6 +135,10 @@ class Channel:
     def _gather_padded(self, data: bytes, room: int) -> list[bytes]:
         self.tally.collectives += 1
         return self.transport.allgather(_LENGTH.pack(len(data)) + data[:room].ljust(room, b"\0"))
+
+    def share(self, values: dict[str, Any]) -> list[dict[str, Any]]:
+        """Give every rank's values, which JSON can carry, by rank; collective, in the middle of an operation."""
+        return [json.loads(each) for each in self.gather(json.dumps(values).encode())]
 
     def branch(self) -> Transport:
         """Make a transport for one plan; collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
@@ -65,9 +66,9 @@ class TreeComm:
         hosts) or (inside a host, between hosts of a rack, between racks), each a number or "all", the first also
         "shared", or a plan, or the file of one, whose radices are taken; see `Radices`. By default that which ``model``
         finds cheapest, a pure function of hosts and payload. "auto" measures a model instead, at the first merge, which
-        takes a second or two, and remembers it with ``comm``. Shared memory is used where ranks of a host have it and a
-        state fits, from 64 KiB to 1 MiB by how many ranks share 8 MiB, messages elsewhere; with the same radices that
-        changes no bits.
+        takes a second or two, and remembers it with ``comm``. Shared memory is used where ranks of a host have it, for
+        states of up to 4 MiB by how many ranks share 32 MiB, messages elsewhere; with the same radices that changes no
+        bits.
         "nccl" lets states go from card to card by NCCL or RCCL, where every rank has a card of its own (not yet run on
         one), and merges in rank order; "p2p" lets the cards of one host read them from each other's memory, after a
         trial (likewise), with those bits.
@@ -164,7 +165,7 @@ class TreeComm:
         channel.name_hosts(settings.hosts or map_hosts(transport, names, self.consult))
         settings.check_plan(channel.hosts)
         if transport.shares_memory:
-            self._session.window = open_window(channel.hosts, self.rank, self.consult)
+            self._session.window = open_window(channel.hosts, self.rank, partial(self.consult, "TreeComm", ()))
         near = [rank for rank, each in enumerate(places) if each["near"]]
         notes = notes_on(comm) if settings.measures else {}
         self._policy = Policy(channel, settings, near, notes)
@@ -243,15 +244,19 @@ class TreeComm:
         root : int, optional
             The only rank that wants the result.
         """
-        return self._policy.plan(payload_bytes, root, self._session.window is not None)
+        return self._policy.plan(payload_bytes, root, self._session.shares(payload_bytes))
 
-    def _measured_plan(self, payload_bytes: int, root: int | None, shares_memory: bool) -> Plan:
-        self._policy.measure(payload_bytes, self._session.window)
-        return self._policy.plan(payload_bytes, root, shares_memory)
+    def _measured_plan(self, payload_bytes: int, root: int | None, shared: bool) -> Plan:
+        if self._policy.has_to_measure:
+            self._session.make_room(payload_bytes)
+            self._policy.measure(payload_bytes, self._session.window)
+        return self._policy.plan(payload_bytes, root, shared)
 
     def _open_lane(self) -> Session:
         """Make a lane, with memory of its own where the communicator has any; collective."""
-        memory = self._session.window and open_window(self.hosts, self.rank, self._consult_fields)
+        memory = self._session.window and open_window(
+            self.hosts, self.rank, partial(self._consult_fields, "TreeComm", ())
+        )
         return Session(self._channel, self._measured_plan, memory, self._session.agreed)
 
     @property
@@ -413,7 +418,7 @@ class TreeComm:
             told = self._consult(Description("bcast", root, values={"array": describe(given)}), error)
             dtype, shape = check_alike([each["array"] for each in told], root)
             data = given if given is not None and self.rank == root else np.empty(shape, dtype)
-            plan = plan_bcast(self.hosts, root, self._policy.radices(data.nbytes, self._session.window is not None))
+            plan = plan_bcast(self.hosts, root, self._policy.radices(data.nbytes, self._session.shares(data.nbytes)))
             self._channel.call(broadcast, plan, self._channel.transport, data, self._channel.tally)
             return data
 

@@ -13,7 +13,7 @@ from treeattn.joining import Settings
 from treeattn.plan import Plan
 from treeattn.planner import plan_allreduce, plan_reduce
 from treeattn.radices import Radices
-from treeattn.window import Window, room_for_state
+from treeattn.window import Window
 from treeattn.wire_form import WireForm
 
 __all__ = ["Policy"]
@@ -48,22 +48,25 @@ class Policy:
     def __str__(self) -> str:
         return "auto" if self._measures else "default" if self._given is None else str(self._given)
 
-    def radices(self, payload_bytes: int, shares_memory: bool) -> Radices:
-        """Give the radices for states of so many bytes."""
-        shared = shares_memory and payload_bytes <= room_for_state(self._channel.hosts)
+    def radices(self, payload_bytes: int, shared: bool) -> Radices:
+        """Give the radices for states of so many bytes; ``shared`` says if ranks of a host share memory for them."""
         model = self._model if self.calibration is None else self.calibration.model
         radices = self._given or choose_radices(self._channel.hosts, payload_bytes, shared=shared, model=model)
         return radices if shared or radices.inside != "shared" else replace(radices, inside=None)
 
-    def plan(self, payload_bytes: int, root: int | None, shares_memory: bool) -> Plan:
+    def plan(self, payload_bytes: int, root: int | None, shared: bool) -> Plan:
         """Give the plan for states of so many bytes, to all ranks or to ``root``."""
-        radices, hosts = self.radices(payload_bytes, shares_memory), self._channel.hosts
+        radices, hosts = self.radices(payload_bytes, shared), self._channel.hosts
         if root is None:
             return plan_allreduce(hosts, radices, deterministic=self.deterministic, near=self._near)
         return plan_reduce(hosts, root, radices, deterministic=self.deterministic, near=self._near)
 
+    @property
+    def has_to_measure(self) -> bool:
+        """Whether a model is to be measured first."""
+        return self._measures and self._channel.hosts not in self._notes
+
     def measure(self, payload_bytes: int, window: Window | None) -> None:
-        """Measure a model in the window of this rank's host, if that was asked for and was not done; collective."""
-        if self._measures and self._channel.hosts not in self._notes:
-            form = WireForm((1, max(1, payload_bytes // (4 * ROW)), 1, ROW), "float32")
-            self._notes[self._channel.hosts] = calibrate(self._channel, window, form)
+        """Measure a model in the window of this rank's host; collective."""
+        form = WireForm((1, max(1, payload_bytes // (4 * ROW)), 1, ROW), "float32")
+        self._notes[self._channel.hosts] = calibrate(self._channel, window, form)

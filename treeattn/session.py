@@ -26,7 +26,7 @@ from treeattn.shortcut import Shortcut
 from treeattn.state import PartialState
 from treeattn.swap import Swap
 from treeattn.transport import Meanwhile, nothing
-from treeattn.window import Window
+from treeattn.window import Window, open_window, room_to_make
 from treeattn.wire_form import WireForm
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Session:
     ----------
     channel : Channel
     plan_for : callable
-        Gives the plan for (payload bytes, root, whether ranks of a host share memory).
+        Gives the plan for (payload bytes, root, whether ranks of a host share memory for that).
     window : Window, optional
         Memory of this session alone.
     agreed : Signature, optional
@@ -213,8 +213,7 @@ class Session:
                 self._channel.retire(self._exchanges.pop(next(iter(self._exchanges))).transport)
             root, shape, dtype = agreed.wire
             form = WireForm(shape, dtype, self._channel.wire_dtype)
-            plan = self._plan_for(form.nbytes, root, self.window is not None)
-            channel = self._channel
+            plan, channel = self._plan(form.nbytes, root), self._channel
             common = plan, channel.branch(), self.window, form, channel.tally
             if channel.cards is not None:
                 found = channel.cards.exchange(self, *common)
@@ -229,6 +228,29 @@ class Session:
                     found = Exchange(*common, None, device)
             self._exchanges[agreed.wire] = found
         return found
+
+    def _plan(self, nbytes: int, root: int | None) -> Plan:
+        """Give the plan for states of so many bytes, once there is the room that it wants; collective."""
+        plan = self._plan_for(nbytes, root, self.shares(nbytes))
+        if any(each.shared for each in plan.rounds) and not self.make_room(nbytes):
+            plan = self._plan_for(nbytes, root, False)
+        return plan
+
+    def shares(self, nbytes: int) -> bool:
+        """Whether ranks of a host share memory for states of so many bytes, or are to, as far as is known."""
+        return self.window is not None and nbytes <= self._channel.most_room
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let states of so many bytes have room in shared memory, if they may; give whether they have; collective."""
+        if self.window is not None and self.window.room < nbytes <= self._channel.most_room:
+            channel, room = self._channel, room_to_make(nbytes, self._channel.most_room)
+            larger_than = f" for states of more than {self.window.room:,} bytes"
+            found = open_window(channel.hosts, channel.rank, channel.share, room, larger_than)
+            if found is None:
+                channel.most_room = self.window.room
+            else:
+                self.window = found
+        return self.window is not None and nbytes <= self.window.room
 
     def _direct(self, plan: Plan, ops: Any) -> DirectOps | None:
         """Give ``ops`` if this rank's messages may be in its card's memory; the others need not know.

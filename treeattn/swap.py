@@ -40,6 +40,7 @@ class Swap(Shortcut):
             room=self._room.ctypes.data,
             spins=window.spins,
             yields=window.yields,
+            parts=window.parts,
             steps=self._channel.steps.address,
             uses=window.uses.address,
             rounds=self._tally.all_rounds.address,

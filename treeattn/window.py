@@ -29,17 +29,17 @@ from treeattn.plan import HEADER_BYTES
 from treeattn.topology import group_ranks
 from treeattn.transport import Bytes
 
-__all__ = ["Window", "compiled", "open_window", "room_for_state"]
+__all__ = ["Window", "compiled", "open_window", "room_for_state", "room_to_make"]
 
 Array: TypeAlias = npt.NDArray[Any]
-Consult: TypeAlias = Callable[..., list[dict[str, Any]]]
+Share: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 FOLDER = Path("/dev/shm")
 
-SMALL, LARGE = 64 * 1024, 1024 * 1024
-"""Bytes of a state for which there is always room, and of the largest for which there is."""
+SMALL, LARGE = 64 * 1024, 4 * 1024 * 1024
+"""Bytes of a state for which there is room from the beginning, and of the largest for which room is made."""
 
-WINDOW_BYTES = 8 * 1024 * 1024
+WINDOW_BYTES = 32 * 1024 * 1024
 """A window is no larger, unless its slots would be too small: containers have as little as 64 MB in /dev/shm."""
 
 BEFORE_STATE = 64
@@ -60,17 +60,23 @@ _TOKEN_BYTES = 32
 
 
 def room_for_state(hosts: Sequence[str]) -> int:
-    """Say how large a state may be to go through shared memory.
+    """Say how large a state may be to go through shared memory, where /dev/shm has room for it.
 
     It is a pure function of the host map: plans depend on it, and all ranks have to follow the same.
 
     Examples
     --------
     >>> [room_for_state(["a"] * ranks) // 1024 for ranks in (2, 4, 8, 100)]
-    [1024, 768, 448, 64]
+    [4096, 3264, 1792, 128]
     """
     most = max(len(group) for group in group_ranks(hosts))
     return min(max(WINDOW_BYTES // (2 * most + 2) // SMALL * SMALL, SMALL), LARGE)
+
+
+def room_to_make(nbytes: int, most: int) -> int:
+    """Give the room of a window for states of so many bytes, which soon may be twice as large; ``most`` at most."""
+    doublings = (max(nbytes - 1, 0) // SMALL).bit_length()
+    return min(SMALL << doublings, most)
 
 
 def compiled() -> ModuleType:
@@ -104,6 +110,10 @@ class Window:
     spins, yields : int
         How often a swap looks at a flag before it gives up the core, and how often it does that before it becomes a
         round like others: it may spin for long where every rank has a core.
+    parts : int
+        Into which ranks that merge together cut the rows: one for each that can run at the same time. With more, cores
+        take the count of them from each other more often: with 8 parts, 8 ranks on 2 cores of different dies took 60 us
+        a step of 16,640 bytes, and 52 with 2.
     """
 
     def __init__(self, memory: mmap.mmap, members: tuple[int, ...], cores: int, room: int) -> None:
@@ -111,6 +121,7 @@ class Window:
         self._index = {rank: number for number, rank in enumerate(members)}
         self._start = int(self._bytes.ctypes.data)
         self.uses, self.room, self._cores, roomy = Count(), room, cores, cores >= len(members)
+        self.parts = min(cores, len(members))
         self.spins, self.yields = (SPINS, YIELDS) if roomy else (CROWDED_SPINS, CROWDED_YIELDS)
 
     def _offset(self, rank: int, use: int) -> int:
@@ -138,17 +149,29 @@ class Window:
         return self._bytes[at : at + size]
 
 
-def open_window(hosts: tuple[str, ...], rank: int, consult: Consult) -> Window | None:
+def open_window(
+    hosts: tuple[str, ...], rank: int, share: Share, room: int = SMALL, larger_than: str = ""
+) -> Window | None:
     """Map memory with the other ranks of this host; collective over all hosts.
 
     None where no two ranks share a host, and where the ranks of any host can't share memory: then all ranks use
     messages, and rank 0 warns of it once.
+
+    Parameters
+    ----------
+    hosts : tuple of str
+    rank : int
+    share : callable
+        Gives every rank's values, by rank, for this rank's.
+    room : int
+        Bytes for a state in each slot.
+    larger_than : str
+        What is said of the states that will be messages.
     """
     (members,) = (group for group in group_ranks(hosts) if rank in group)
     if len(set(hosts)) == len(hosts):
         return None
     with contextlib.ExitStack() as made:
-        room = room_for_state(hosts)
         token, size = secrets.token_bytes(_TOKEN_BYTES), _size(len(members), room)
         path, problem = "", None
         try:
@@ -156,7 +179,7 @@ def open_window(hosts: tuple[str, ...], rank: int, consult: Consult) -> Window |
                 path = made.enter_context(_file(token, size))
         except OSError as error:
             problem = f"no room for {size} bytes in {FOLDER} of host {hosts[rank]}: {error.strerror}"
-        found = consult("TreeComm", (), {"path": path, "token": token.hex(), "cores": _cores()})
+        found = share({"path": path, "token": token.hex(), "cores": _cores()})
         told = found[members[0]]
         memory = None
         try:
@@ -164,9 +187,9 @@ def open_window(hosts: tuple[str, ...], rank: int, consult: Consult) -> Window |
                 memory = _map(told["path"], bytes.fromhex(told["token"]), size)
         except OSError as error:
             problem = f"ranks {members[0]} and {rank} of host {hosts[rank]} do not share {FOLDER}: {error.strerror}"
-        problems = [each["problem"] for each in consult("TreeComm", (), {"problem": problem}) if each["problem"]]
+        problems = [each["problem"] for each in share({"problem": problem}) if each["problem"]]
     if problems and rank == 0:
-        warnings.warn(f"{problems[0]}; ranks of one host will use messages", stacklevel=5)
+        warnings.warn(f"{problems[0]}; ranks of one host will use messages{larger_than}", stacklevel=5)
     if problems:
         return None
     cores = reduce(or_, (int(found[each]["cores"], 16) for each in members)).bit_count()
