@@ -144,7 +144,7 @@ weigh_lanes: Any = intrinsic(_weigh_lanes)
 def _weigh(task: Task, first: int, keys: int, dtype: Any) -> None:
     call = call_at(task.call)
     some, corrected = task.visible == SOME, False
-    flips = some and call.scale <= 0  # a scale that would make hidden keys' -inf another number
+    flips = some and dtype(call.scale) <= 0  # a scale that would make hidden keys' -inf another number
     if flips or call.k_scale != 0 or call.softcap > 0 or call.mask_additive:
         _to_logits(call, task, first, keys, dtype)
         factor = dtype(1)

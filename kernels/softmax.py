@@ -29,6 +29,9 @@ WEIGH = "void(int64)"
 A hidden key's weight is -inf, a mark that no weight can have; the task's ``marked`` is set where there may be one.
 """
 
+LEAST_PRODUCT, MOST_PRODUCT = 1e-36, 1e36
+"""Between which two scales are one: a product that float32 can't hold says nothing of the logits, which it may."""
+
 
 @part(WEIGH)
 def weigh_single(address: int) -> None:
@@ -158,7 +161,7 @@ def _to_logits(call: Call, task: Task, row: int, at: int, some: bool, dtype: Any
     logits, m, factor = pointer(at, dtype), pointer(task.m, dtype)[row], dtype(call.scale)
     if call.k_scale != 0:
         stored = pointer(task.k_scale, dtype)
-        if _share_scale(task, call.k_block):
+        if _share_scale(task, call.k_block) and LEAST_PRODUCT < abs(factor * stored[0]) < MOST_PRODUCT:
             factor *= stored[0]
         else:
             for i in range(task.keys):

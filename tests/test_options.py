@@ -482,6 +482,22 @@ def test_scales_multiply_stored_keys_and_values_by_blocks_of_tokens(backend, sha
     assert_close(lse, right[1], limit.lse, "lse")
 
 
+FAR_APART = [(1e30, 1e10, 1e-35), (-1e30, 1e10, 1e-35), (1e36, None, 1e-36), (1e-44, None, 1e33), (1e-60, 1e10, 1.0)]
+
+
+@pytest.mark.parametrize("q_tokens", [1, 40])  # rows one by one, and rows in lanes
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("hide", [{}, {"causal": True}])
+@pytest.mark.parametrize(("scale", "k_scale", "size"), FAR_APART)
+def test_factors_may_be_far_from_each_other(backend, scale, k_scale, size, hide, name, q_tokens):
+    """float32 holds neither 1e30 * 1e10 nor 1e-60, but the logits that come of them."""
+    given = stored(name)
+    given["q"] = np.random.default_rng(10).standard_normal((B, HQ, q_tokens, D), F32) * F32(size)
+    options = {"scale": scale, "k_scale": k_scale and np.full((B, HKV, 1, 1), k_scale), **hide}
+    got = treeattn.attention(**given, **options, backend=backend, return_lse=True)
+    assert_attention(got, **given, **options)
+
+
 # ---- the sink, empty rows and lse
 
 

@@ -36,6 +36,8 @@ Array: TypeAlias = npt.NDArray[Any]
 Layout: TypeAlias = Literal["bhtd", "bthd"]
 _PositionPair: TypeAlias = "tuple[Array, Array | Consecutive] | tuple[None, None]"
 LAYOUTS: tuple[Layout, ...] = ("bhtd", "bthd")
+LARGEST = {"float32": 1e36, "float64": 1e300}
+"""What a factor of logits may be, by the type that they are computed in, with room for what kernels multiply it by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +235,8 @@ def _resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
         q_dtype=dtype_name(q),
         state_dtype=state_dtype,
         kv=KVView(dtype_name(k), dtype_name(v), k.strides, v.strides, k_scale is not None, v_scale is not None),
-        scale=_number("scale", options.scale, default=q.shape[3] ** -0.5),
-        softcap=_softcap(options.softcap),
+        scale=_scale(options.scale, q.shape[3], state_dtype),
+        softcap=_softcap(options.softcap, state_dtype),
         causal=causal,
         window=window,
         mask=None if mask is None else "bool" if mask.dtype == bool else "float",
@@ -323,12 +325,21 @@ def _number(name: str, value: Any, *, default: float) -> float:
     return number
 
 
-def _softcap(value: Any) -> float | None:
+def _scale(value: Any, width: int, state_dtype: str) -> float:
+    number, most = _number("scale", value, default=width**-0.5), LARGEST[state_dtype]
+    if abs(number) > most:
+        raise InputError.of("scale", expected=f"-{most:g} to {most:g}, as logits are {state_dtype}", got=number)
+    return number
+
+
+def _softcap(value: Any, state_dtype: str) -> float | None:
     if value is None:
         return None
-    cap = _number("softcap", value, default=0.0)
+    cap, most = _number("softcap", value, default=0.0), LARGEST[state_dtype]
     if cap <= 0:
         raise InputError.of("softcap", expected="a positive number or None", got=value)
+    if not 1 / most <= cap <= most:
+        raise InputError.of("softcap", expected=f"{1 / most:g} to {most:g}, as logits are {state_dtype}", got=value)
     return cap
 
 

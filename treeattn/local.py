@@ -58,7 +58,7 @@ def attention(
     v : array (B, Hkv, Tk, Dv), of a type that ``k`` may have
         Values; Dv may differ from D.
     scale : float, optional
-        Factor of the dot products, ``D**-0.5`` by default.
+        Factor of the dot products, ``D**-0.5`` by default; at most 1e36 in magnitude, 1e300 where states are float64.
     mask : array that broadcasts to (B, Hq, Tq, Tk), in either layout
         Bool, True where a key is seen; or float, added to the logits.
     causal : bool
@@ -66,7 +66,7 @@ def attention(
     window : (left, right), optional
         A key at p is seen by a query at t only if t - left <= p <= t + right; None is no limit.
     softcap : float, optional
-        Replaces a logit by ``softcap * tanh(logit / softcap)``.
+        Replaces a logit by ``softcap * tanh(logit / softcap)``; from 1e-36 to 1e36, likewise.
     sink : array (Hq,), optional
         An extra raw logit per query head, with no value behind it: -inf changes nothing, +inf takes all the weight.
     q_pos : integer array (Tq,) or (B, Tq), optional
