@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import treeattn
+from treeattn import inputs
 from treeattn.errors import InputError
 from treeattn.inputs import Options, resolve
 from treeattn.positions import POSITION_LIMIT
@@ -222,6 +223,16 @@ def test_calls_that_were_seen_differ_by_all_that_their_specs_say():
         {"k": given["k"][..., ::-1]},
         {"v": given["v"].astype("f2")},
         {"causal": True},
+        {"causal": True, "window": (1, 2)},
+        {"window": (1, 2)},
+        {"window": (None, 2)},
+        {"kv_len": np.array([3, 4])},
+        {"mask": zeros(TQ, TK, dtype=bool)},
+        {"mask": zeros(TQ, TK)},
+        {"k_scale": zeros(1, 1)},
+        {"v_scale": zeros(1, 1)},
+        {"k": zeros(B, HKV, TK, D, dtype=np.uint8), "v": given["v"].astype(np.int8), "kv_dtype": "int8"},
+        {"k": given["k"].astype(np.int8), "v": zeros(B, HKV, TK, DV, dtype=np.uint8), "kv_dtype": "int8", "softcap": 1},
         {"layout": "bthd", **{name: array.swapaxes(1, 2) for name, array in given.items()}},
     ]
     first, again = ([resolved(**each)[0] for each in changes] for _ in "12")
@@ -236,6 +247,39 @@ def test_a_call_that_was_seen_runs_on_its_own_arrays():
     _, args = resolved(**given)
     assert all(args[i] is given["qkv"[i]] for i in range(3))
     assert args[3:] == (None,) * 6 + (1, 1)
+
+
+RIGHT = {
+    **{"scale": 1, "softcap": 2.0, "causal": True, "window": (3, 1), "layout": "bhtd"},
+    **{"mask": zeros(TQ, TK, dtype=bool), "q_pos": np.arange(TQ), "kv_pos": np.arange(TK), "kv_len": [TK, 3]},
+    **{"k_scale": zeros(2, 1), "v_scale": zeros(B, HKV, TK, 1)},
+}
+OF_OPTIONS = [each for each in WRONG if each[0] in ("q", "k", "v", *RIGHT)]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), OF_OPTIONS, ids=[w[0] for w in OF_OPTIONS])
+def test_a_wrong_argument_is_refused_where_a_right_one_was_seen(name, value, message):
+    resolved(**RIGHT)
+    found = refusal(resolved, **{**RIGHT, name: value})
+    assert found == message or re.fullmatch(message, found), found
+
+
+@pytest.mark.parametrize("left_out", ["", *RIGHT])
+def test_a_call_that_was_seen_has_the_arrays_of_its_own_options(left_out):
+    options = {name: value for name, value in RIGHT.items() if name != left_out}
+    spec, _ = resolved(**options)
+    given, tokens = arrays(), TK - 4
+    shorter = {"k": given["k"][:, :, :tokens], "v": given["v"][:, :, :tokens]}
+    changed = {"mask": zeros(tokens), "q_pos": np.full((B, TQ), 7), "kv_pos": -2, "kv_len": np.array([1, 0])}
+    options |= {name: value for name, value in changed.items() if name != left_out}
+    options |= {} if left_out == "v_scale" else {"v_scale": zeros(HKV, tokens, 1)}
+    if left_out != "mask":
+        options["mask"] = options["mask"].astype(bool)
+    again, found = resolved(**options, **shorter)
+    inputs._known.clear()
+    fresh, right = resolved(**options, **shorter)
+    assert spec == again == fresh
+    assert all(np.array_equal(one, other) for one, other in zip(found, right, strict=True))
 
 
 @pytest.mark.parametrize("scale", [0.5, F32(0.5), np.float64(0.5), Fraction(1, 2)])

@@ -196,7 +196,7 @@ def test_attention_in_one_process_loads_no_mpi_and_no_command_line():
 
 # ---- which way imports point
 
-FOUNDATION = {"errors", "devices", "arrays", "positions", "inputs", "state", "storage", "wire_form"}
+FOUNDATION = {"errors", "devices", "arrays", "positions", "factors", "inputs", "state", "storage", "wire_form"}
 ABOVE_BOTH_SIDES = {"local", "distributed", "cache", "baselines", "pipeline", "prompt"}
 TOOLS = {"cli", "doctor", "testing", "__main__", "treeattn"}
 

@@ -6,8 +6,6 @@ whatever the caller's layout; the transposed views are made here, without a copy
 
 from __future__ import annotations
 
-import math
-import numbers
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -17,6 +15,7 @@ import numpy.typing as npt
 from treeattn.arrays import FLOAT_DTYPES, KV_DTYPES, as_array, cast, dtype_name, reinterpret, to_array
 from treeattn.devices import Kind, broadcast, kind_of, on_device
 from treeattn.errors import InputError
+from treeattn.factors import block_scale, dot_scale, softcap_of
 from treeattn.positions import Consecutive, Positions, lengths, window_pair
 
 __all__ = [
@@ -36,8 +35,6 @@ Array: TypeAlias = npt.NDArray[Any]
 Layout: TypeAlias = Literal["bhtd", "bthd"]
 _PositionPair: TypeAlias = "tuple[Array, Array | Consecutive] | tuple[None, None]"
 LAYOUTS: tuple[Layout, ...] = ("bhtd", "bthd")
-LARGEST = {"float32": 1e36, "float64": 1e300}
-"""What a factor of logits may be, by the type that they are computed in, with room for what kernels multiply it by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,36 +163,31 @@ def resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
     InputError
         The first thing that is wrong, beginning with the argument's name.
     """
-    key = _plain_key(q, k, v, options)
-    if key is None:
-        return _resolve(q, k, v, options)
-    spec = _plain.get(key)
-    if spec is not None:
-        return spec, Args(q, k, v)
-    spec, args = _resolve(q, k, v, options)
-    if args.q is q and args.k is k and args.v is v:  # not swapped to this machine's byte order
-        if len(_plain) >= KEPT_SPECS:
-            _plain.clear()
-        _plain[key] = spec
-    return spec, args
+    key = _key(q, k, v, options)
+    spec = None if key is None else _known.get(key)
+    if spec is None:
+        return _resolve(q, k, v, options, key)
+    if options.kv_dtype is not None:
+        k, v = reinterpret("k", k, options.kv_dtype), reinterpret("v", v, options.kv_dtype)
+    if spec.layout != "bhtd":
+        q, k, v = (to_bhtd(array, spec.layout) for array in (q, k, v))
+    return spec, _args(q, k, v, options, spec.state_dtype, spec.positional)
 
 
 KEPT_SPECS = 256
-"""Specs of plain calls that are kept; each is what a loop repeats."""
+"""Specs of calls that are kept; each is what a loop repeats."""
 
-_plain: dict[tuple[Any, ...], Spec] = {}
+_known: dict[tuple[Any, ...], Spec] = {}
 
 
-def _plain_key(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, ...] | None:
-    """Give all that decides a plain call's spec, and whether it is valid; None where there is more to look at.
+def _key(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, ...] | None:
+    """Give all that decides a call's spec, and whether it is valid but for what `_args` checks; None if that is more.
 
     The number of keys is not in it: a cache grows. Types are compared first, since 1 and True are equal.
     """
-    scale, mask, causal, window, softcap, q_pos, kv_pos, kv_len, k_scale, v_scale, kv_dtype, layout = options
+    scale, mask, causal, window, softcap, _, _, kv_len, k_scale, v_scale, kv_dtype, layout = options
     if not (
         type(q) is type(k) is type(v) is np.ndarray
-        and mask is window is q_pos is kv_pos is kv_len is k_scale is v_scale is kv_dtype is None
-        and causal is False
         and type(scale) in _NUMBER
         and type(softcap) in _NUMBER
         and type(layout) is str
@@ -205,26 +197,51 @@ def _plain_key(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, ...] | No
     tokens = -2 if layout == "bhtd" else -3
     if len(shape) != 4 or shape[:3] != v_shape[:3]:
         return None
-    unchanged = shape[:tokens] + shape[tokens + 1 :]
-    return (q.shape, q.dtype, unchanged, k.dtype, k.strides, v_shape[3:], v.dtype, v.strides, scale, softcap, layout)
+    rest = shape[:tokens] + shape[tokens + 1 :]
+    key = (q.shape, q.dtype, rest, k.dtype, k.strides, v_shape[3:], v.dtype, v.strides, scale, softcap, layout)
+    if mask is window is kv_len is k_scale is v_scale is kv_dtype is None and causal is False:
+        return key
+    hiding = _hiding_key(mask, causal, window, kv_len)
+    stored = _stored_key(k_scale, v_scale, kv_dtype)
+    return None if hiding is None or stored is None else (key, hiding, stored)
 
 
-_NUMBER = (float, type(None))
+def _hiding_key(mask: Any, causal: Any, window: Any, kv_len: Any) -> tuple[Any, ...] | None:
+    """Give what a spec has of the options that hide keys, likewise."""
+    if (
+        type(causal) is bool
+        and (mask is None or type(mask) is np.ndarray)
+        and (window is None or (type(window) is tuple and _SIDE.issuperset(map(type, window))))
+        and (kv_len is None or type(kv_len) in _LENGTHS)
+    ):
+        return causal, None if mask is None else mask.dtype, window, kv_len is None
+    return None
 
 
-def _resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
-    layout, kind = check_layout(options.layout), kind_of(q)
+def _stored_key(k_scale: Any, v_scale: Any, kv_dtype: Any) -> tuple[Any, ...] | None:
+    """Give what a spec has of the options about stored numbers, likewise."""
+    known = kv_dtype is None or type(kv_dtype) is str
+    if known and all(each is None or type(each) is np.ndarray for each in (k_scale, v_scale)):
+        return k_scale is None, v_scale is None, kv_dtype
+    return None
+
+
+_NUMBER = {float, int, type(None)}
+_SIDE = {int, type(None)}
+_LENGTHS = {np.ndarray, list, int}
+
+
+def _resolve(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None = None) -> tuple[Spec, Args]:
+    """Validate a call from scratch, and keep what was found for others with its key."""
+    layout, kind, given = check_layout(options.layout), kind_of(q), (q, k, v)
     q = to_bhtd(_four_axes("q", as_array("q", q, FLOAT_DTYPES), layout), layout)
     k = to_bhtd(_four_axes("k", _stored("k", k, options.kv_dtype), layout), layout)
     v = to_bhtd(_four_axes("v", _stored("v", v, options.kv_dtype), layout), layout)
     _check_shapes(q, k, v)
     state_dtype = "float64" if "float64" in {dtype_name(a) for a in (q, k, v)} else "float32"
     causal, window = check_flag("causal", options.causal), window_pair(options.window)
-    kv_len = lengths(options.kv_len, q.shape[0], k.shape[2])
-    q_pos, kv_pos = _positions(options, causal or window is not None, q, k, kv_len)
-    mask = _mask(options.mask, (*q.shape[:3], k.shape[2]), state_dtype)
-    k_scale, k_block = _block_scale("k_scale", options.k_scale, k.shape, state_dtype)
-    v_scale, v_block = _block_scale("v_scale", options.v_scale, v.shape, state_dtype)
+    args = _args(q, k, v, options, state_dtype, causal or window is not None)
+    mask, k_scale, v_scale = args.mask, args.k_scale, args.v_scale
     spec = Spec(
         batch=q.shape[0],
         q_heads=q.shape[1],
@@ -235,19 +252,39 @@ def _resolve(q: Any, k: Any, v: Any, options: Options) -> tuple[Spec, Args]:
         q_dtype=dtype_name(q),
         state_dtype=state_dtype,
         kv=KVView(dtype_name(k), dtype_name(v), k.strides, v.strides, k_scale is not None, v_scale is not None),
-        scale=_scale(options.scale, q.shape[3], state_dtype),
-        softcap=_softcap(options.softcap, state_dtype),
+        scale=dot_scale(options.scale, q.shape[3], state_dtype),
+        softcap=softcap_of(options.softcap, state_dtype),
         causal=causal,
         window=window,
         mask=None if mask is None else "bool" if mask.dtype == bool else "float",
-        ragged=kv_len is not None,
+        ragged=args.kv_len is not None,
         layout=layout,
         kind=kind,
         on_device=on_device(q),
     )
-    args = Args(q, k, v, q_pos, kv_pos, kv_len, mask, k_scale, v_scale, k_block, v_block)
     _check_places(args)
+    if key is not None and all(array.dtype.isnative for array in given):  # else it is copied, each time
+        _keep(key, spec)
     return spec, args
+
+
+def _keep(key: tuple[Any, ...], spec: Spec) -> None:
+    if len(_known) >= KEPT_SPECS:
+        _known.clear()
+    _known[key] = spec
+
+
+def _args(q: Array, k: Array, v: Array, options: Options, state_dtype: str, positional: bool) -> Args:
+    """Check what may differ from one call with a spec to the next, beside the number of keys."""
+    _, mask, _, _, _, q_pos, kv_pos, kv_len, k_scale, v_scale, _, _ = options
+    if not positional and mask is q_pos is kv_pos is kv_len is k_scale is v_scale is None:
+        return Args(q, k, v)
+    lens = lengths(kv_len, q.shape[0], k.shape[2])
+    places = _positions(options, positional, q, k, lens)
+    seen = _mask(mask, (*q.shape[:3], k.shape[2]), state_dtype)
+    k_factors, k_block = block_scale("k_scale", k_scale, k.shape, state_dtype)
+    v_factors, v_block = block_scale("v_scale", v_scale, v.shape, state_dtype)
+    return Args(q, k, v, *places, lens, seen, k_factors, v_factors, k_block, v_block)
 
 
 def to_bhtd(array: Array, layout: Layout) -> Array:
@@ -311,38 +348,6 @@ def _check_axis(name: str, axis: str, got: int, expected: int, whose: str) -> No
         raise InputError.of(name, expected=f"{whose} {axis} of {expected}", got=got)
 
 
-def _number(name: str, value: Any, *, default: float) -> float:
-    if value is None:
-        return default
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
-        raise InputError.of(name, expected="a finite number", got=repr(value))
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise InputError.of(name, expected="a finite number", got=number)
-    return number
-
-
-def _scale(value: Any, width: int, state_dtype: str) -> float:
-    number, most = _number("scale", value, default=width**-0.5), LARGEST[state_dtype]
-    if abs(number) > most:
-        raise InputError.of("scale", expected=f"-{most:g} to {most:g}, as logits are {state_dtype}", got=number)
-    return number
-
-
-def _softcap(value: Any, state_dtype: str) -> float | None:
-    if value is None:
-        return None
-    cap, most = _number("softcap", value, default=0.0), LARGEST[state_dtype]
-    if cap <= 0:
-        raise InputError.of("softcap", expected="a positive number or None", got=value)
-    if not 1 / most <= cap <= most:
-        raise InputError.of("softcap", expected=f"{1 / most:g} to {most:g}, as logits are {state_dtype}", got=value)
-    return cap
-
-
 def check_flag(name: str, value: Any) -> bool:
     """Give ``value`` as a bool if it is one; an InputError otherwise."""
     if isinstance(value, (bool, np.bool_)):
@@ -376,28 +381,3 @@ def _mask(mask: Any, shape: tuple[int, ...], state_dtype: str) -> Array | None:
         expected = f"a shape that broadcasts to (batch, q heads, q tokens, kv tokens) = {shape}"
         raise InputError.of("mask", expected=expected, got=array.shape) from None
     return array
-
-
-def _block_scale(name: str, scale: Any, shape: tuple[int, ...], state_dtype: str) -> tuple[Array | None, int]:
-    """Scales as (B, Hkv, blocks) and the tokens that one block covers."""
-    if scale is None:
-        return None, 1
-    array = cast(as_array(name, scale, FLOAT_DTYPES), state_dtype)
-    batch, heads, tokens, _ = shape
-    blocks = array.shape[-2] if array.ndim >= 2 else 1
-    try:
-        spread: Any = broadcast(array, (batch, heads, blocks, 1))
-    except ValueError:
-        expected = f"a shape that broadcasts to (batch, kv heads, token blocks, 1) = ({batch}, {heads}, blocks, 1)"
-        raise InputError.of(name, expected=expected, got=array.shape) from None
-    full = spread[..., 0] if isinstance(spread, np.ndarray) else spread.first_of_last
-    return full, _block_tokens(name, tokens, blocks)
-
-
-def _block_tokens(name: str, tokens: int, blocks: int) -> int:
-    """Tokens in each of ``blocks`` equal blocks, the last of which may be shorter but not empty."""
-    block = max(-(-tokens // max(blocks, 1)), 1)
-    if tokens and -(-tokens // block) != blocks:
-        expected = f"a number of equal token blocks (the last may be shorter) that cover {tokens} tokens"
-        raise InputError.of(name, expected=expected, got=f"{blocks} blocks")
-    return block
