@@ -280,11 +280,11 @@ def _args(q: Array, k: Array, v: Array, options: Options, state_dtype: str, posi
     if not positional and mask is q_pos is kv_pos is kv_len is k_scale is v_scale is None:
         return Args(q, k, v)
     lens = lengths(kv_len, q.shape[0], k.shape[2])
-    places = _positions(options, positional, q, k, lens)
+    at = _positions(options, positional, q, k, lens)
     seen = _mask(mask, (*q.shape[:3], k.shape[2]), state_dtype)
     k_factors, k_block = block_scale("k_scale", k_scale, k.shape, state_dtype)
     v_factors, v_block = block_scale("v_scale", v_scale, v.shape, state_dtype)
-    return Args(q, k, v, *places, lens, seen, k_factors, v_factors, k_block, v_block)
+    return Args(q, k, v, at[0], at[1], lens, seen, k_factors, v_factors, k_block, v_block)
 
 
 def to_bhtd(array: Array, layout: Layout) -> Array:
