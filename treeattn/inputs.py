@@ -238,6 +238,7 @@ def _resolve(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | No
     k = to_bhtd(_four_axes("k", _stored("k", k, options.kv_dtype), layout), layout)
     v = to_bhtd(_four_axes("v", _stored("v", v, options.kv_dtype), layout), layout)
     _check_shapes(q, k, v)
+    _check_places(q, k, v)
     state_dtype = "float64" if "float64" in {dtype_name(a) for a in (q, k, v)} else "float32"
     causal, window = check_flag("causal", options.causal), window_pair(options.window)
     args = _args(q, k, v, options, state_dtype, causal or window is not None)
@@ -262,7 +263,6 @@ def _resolve(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | No
         kind=kind,
         on_device=on_device(q),
     )
-    _check_places(args)
     if key is not None and all(array.dtype.isnative for array in given):  # else it is copied, each time
         _keep(key, spec)
     return spec, args
@@ -284,7 +284,9 @@ def _args(q: Array, k: Array, v: Array, options: Options, state_dtype: str, posi
     seen = _mask(mask, (*q.shape[:3], k.shape[2]), state_dtype)
     k_factors, k_block = block_scale("k_scale", k_scale, k.shape, state_dtype)
     v_factors, v_block = block_scale("v_scale", v_scale, v.shape, state_dtype)
-    return Args(q, k, v, at[0], at[1], lens, seen, k_factors, v_factors, k_block, v_block)
+    args = Args(q, k, v, at[0], at[1], lens, seen, k_factors, v_factors, k_block, v_block)
+    _check_small_places(args)
+    return args
 
 
 def to_bhtd(array: Array, layout: Layout) -> Array:
@@ -331,15 +333,22 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
         raise InputError.of("v", expected="a width of at least 1", got=0)
 
 
-def _check_places(args: Args) -> None:
-    """K and V must be where q is; the small arrays may stay on the host, but not on a GPU without q."""
-    there = on_device(args.q)
-    for name in ("k", "v"):
-        if on_device(getattr(args, name)) != there:
+def _check_places(q: Array, k: Array, v: Array) -> None:
+    """K and V must be where q is."""
+    there = on_device(q)
+    for name, array in (("k", k), ("v", v)):
+        if on_device(array) != there:
             expected = "an array on a GPU, as q is" if there else "an array in host memory, as q is"
-            raise InputError.of(name, expected=expected, got=type(getattr(args, name)).__name__)
+            raise InputError.of(name, expected=expected, got=type(array).__name__)
+
+
+def _check_small_places(args: Args) -> None:
+    """Refuse other arrays on a GPU where q is not on one; they may be on the host in any case."""
+    if on_device(args.q):
+        return
     for name in ("q_pos", "kv_pos", "kv_len", "mask", "k_scale", "v_scale"):
-        if on_device(getattr(args, name)) and not there:
+        array = getattr(args, name)
+        if array is not None and on_device(array):
             raise InputError.of(name, expected="an array in host memory, as q is", got="one on a GPU")
 
 

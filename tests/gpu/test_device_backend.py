@@ -230,8 +230,11 @@ def test_positions_on_the_card_are_never_read_by_the_host(backend: Any, card: Fa
         treeattn.attention(*there, causal=True, q_pos=[0], kv_pos=card.upload(np.arange(59)), backend=backend)
     with pytest.raises(InputError, match=r"^q_pos: expected positions, where kv_pos is on a GPU, got None"):
         treeattn.attention(*there, causal=True, kv_pos=card.upload(np.arange(60)), backend=backend)
-    with pytest.raises(InputError, match=r"^q_pos: expected an array in host memory, as q is, got one on a GPU"):
-        treeattn.attention(*arrays, causal=True, q_pos=card.upload(np.array([3])))
+    small = {"q_pos": np.array([3]), "kv_pos": np.arange(60), "kv_len": np.array([60]), "mask": np.ones(60, bool)}
+    for name, array in small.items():
+        treeattn.attention(*arrays, causal=True, **{"q_pos": [3], name: array})  # a call like one that was seen
+        with pytest.raises(InputError, match=f"^{name}: expected an array in host memory, as q is, got one on a GPU"):
+            treeattn.attention(*arrays, causal=True, **{"q_pos": [3], name: card.upload(array)})
 
 
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
