@@ -59,16 +59,15 @@ class TreeComm:
     hosts : sequence of str, optional
         One label per rank; ranks with one label form a subtree. What is before a label's last slash is the host's
         rack, as in "rack0/a". By default ranks share a host where the host name and MPI's shared-memory split both say
-        so. ``TREEATTN_HOSTS`` (comma-separated) does the same for the
-        world; a part of it asks MPI.
+        so. ``TREEATTN_HOSTS`` (comma-separated) does the same for the world; a part of it asks MPI.
     plan : str, path, sequence, Radices or Plan, optional
         The tree: a name ("shared", "flat", "oneshot", "binary", "reduce", "split"), radices (inside a host, between
         hosts) or (inside a host, between hosts of a rack, between racks), each a number or "all", the first also
-        "shared", or a plan, or the file of one, whose radices are taken; see `Radices`. By default that which ``model``
-        finds cheapest, a pure function of hosts and payload. "auto" measures a model instead, at the first merge, which
-        takes a second or two, and remembers it with ``comm``. Shared memory is used where ranks of a host have it, for
-        states of up to 4 MiB by how many ranks share 32 MiB, messages elsewhere; with the same radices that changes no
-        bits.
+        "shared", or a plan for these hosts, or its file, whose radices are taken; see `Radices`. By default that which
+        ``model`` finds cheapest, a pure function of hosts and payload. "auto" measures a model instead, at the first
+        merge, which takes a second or two, and remembers it with ``comm``. Shared memory is used where ranks of a host
+        have it, for states of up to 4 MiB by how many ranks share 32 MiB, messages elsewhere; with the same radices
+        that changes no bits.
         "nccl" lets states go from card to card by NCCL or RCCL, where every rank has a card of its own (not yet run on
         one), and merges in rank order; "p2p" lets the cards of one host read them from each other's memory, after a
         trial (likewise), with those bits.

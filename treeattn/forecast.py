@@ -24,7 +24,17 @@ from treeattn.choosing import choose_radices, estimate
 from treeattn.costs import CostModel
 from treeattn.radices import Radices
 
-__all__ = ["ALGORITHMS", "EFFICIENCY", "LAUNCH_US", "Cluster", "Demand", "Terms", "forecast", "smallest_fit"]
+__all__ = [
+    "ALGORITHMS",
+    "EFFICIENCY",
+    "LAUNCH_US",
+    "Cluster",
+    "Demand",
+    "Terms",
+    "forecast",
+    "smallest_fit",
+    "usable_bytes",
+]
 
 EFFICIENCY = 0.8
 """Share of a stated bandwidth that is reached: an assumption. Decode kernels and large messages come to 70 to 90 %."""
@@ -166,9 +176,14 @@ class Terms:
         return Terms(weights, kernel, wire, merge, launch)
 
 
+def usable_bytes(device: Device) -> float:
+    """Give the bytes of a device's memory that weights and the cache may fill."""
+    return device.memory_gb * 1e9 * USABLE
+
+
 def smallest_fit(demand: Demand, device: Device, per_host: int) -> int | None:
     """Give the fewest ranks whose memory holds weights and cache; None if no number does."""
-    room = device.memory_gb * 1e9 * USABLE
+    room = usable_bytes(device)
     if demand.weight_bytes / per_host >= room:
         return None
     low, high = 1, MOST_RANKS

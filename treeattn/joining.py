@@ -14,7 +14,7 @@ from treeattn.costs import DEFAULT_MODEL, CostModel, read_model
 from treeattn.errors import InputError
 from treeattn.launch import launched
 from treeattn.plan import Plan, Radices
-from treeattn.planner import parse_radices
+from treeattn.planner import read_plan
 from treeattn.topology import HOSTS_VARIABLE, check_hosts, host_labels, hosts_of_environment
 from treeattn.transport import SelfTransport, Transport
 from treeattn.wire_form import WIRE_DTYPES
@@ -85,7 +85,7 @@ class Settings:
     hosts : tuple of str or None
         One label per rank, where the user gave them.
     plan : Plan or None
-        The plan object that the user gave, if it was one.
+        The plan that the user gave, as an object or in a file, if it was one.
     radices : Radices or None
         None chooses them by payload.
     measures : bool
@@ -118,22 +118,25 @@ class Settings:
         """Check what the user passed; the environment stands in for what they did not."""
         if not isinstance(deterministic, bool):
             raise InputError.of("deterministic", expected="True or False", got=repr(deterministic))
-        whole = plan if isinstance(plan, Plan) else None
+        collective = plan if isinstance(plan, str) and plan in COLLECTIVES else ""
+        shape = None if collective else read_plan(plan)
+        whole = shape if isinstance(shape, Plan) else None
         deterministic = deterministic or (whole is not None and whole.deterministic)
         measures = isinstance(plan, str) and plan == "auto"
         if measures and model is not None:
             raise InputError.of("model", expected='None with plan="auto", which measures one', got=repr(model))
-        found = DEFAULT_MODEL if model is None else read_model(model)
-        if wire_dtype is not None and not (isinstance(wire_dtype, str) and wire_dtype in WIRE_DTYPES):
-            names = " or ".join(map(repr, (None, *WIRE_DTYPES)))
-            raise InputError.of("wire_dtype", expected=names, got=repr(wire_dtype))
-        collective = plan if isinstance(plan, str) and plan in COLLECTIVES else ""
-        if collective and wire_dtype is not None:
-            raise InputError.of("wire_dtype", expected=f"None with plan={plan!r}", got=repr(wire_dtype))
-        if collective == "mpi" and deterministic:
-            raise InputError.of("deterministic", expected="False with plan='mpi', where MPI orders merges", got="True")
-        radices, seconds = None if collective else parse_radices(plan), _timeout(timeout)
-        return cls(_hosts(hosts, size), whole, radices, measures, found, deterministic, seconds, collective, wire_dtype)
+        _check_travel(wire_dtype, collective, deterministic)
+        return cls(
+            hosts=_hosts(hosts, size),
+            plan=whole,
+            radices=shape.radices if isinstance(shape, Plan) else shape,
+            measures=measures,
+            model=DEFAULT_MODEL if model is None else read_model(model),
+            deterministic=deterministic,
+            timeout=_timeout(timeout),
+            collective=collective,
+            wire_dtype=wire_dtype,
+        )
 
     @property
     def fields(self) -> tuple[tuple[str, Any], ...]:
@@ -151,6 +154,17 @@ class Settings:
         """Refuse a plan that was made for other hosts."""
         if self.plan is not None and self.plan.hosts != hosts:
             raise InputError.of("plan", expected=f"a plan for hosts {', '.join(hosts)}", got=str(self.plan))
+
+
+def _check_travel(wire_dtype: Any, collective: str, deterministic: bool) -> None:
+    """Refuse ways for states that there are not, or that exclude each other."""
+    if wire_dtype is not None and not (isinstance(wire_dtype, str) and wire_dtype in WIRE_DTYPES):
+        names = " or ".join(map(repr, (None, *WIRE_DTYPES)))
+        raise InputError.of("wire_dtype", expected=names, got=repr(wire_dtype))
+    if collective and wire_dtype is not None:
+        raise InputError.of("wire_dtype", expected=f"None with plan={collective!r}", got=repr(wire_dtype))
+    if collective == "mpi" and deterministic:
+        raise InputError.of("deterministic", expected="False with plan='mpi', where MPI orders merges", got="True")
 
 
 def _hosts(hosts: Any, size: int) -> tuple[str, ...] | None:

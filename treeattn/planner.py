@@ -23,7 +23,7 @@ from treeattn.radices import NAMED_RADICES, Radices, read_radices
 from treeattn.topology import group_ranks, rack_of
 from treeattn.trees import Block, exchange, final_merges, gather, reduction, side_by_side, spread, then_merge
 
-__all__ = ["parse_radices", "plan_allreduce", "plan_bcast", "plan_reduce"]
+__all__ = ["BY_MODEL", "parse_radices", "plan_allreduce", "plan_bcast", "plan_reduce", "read_plan"]
 
 Groups: TypeAlias = "tuple[tuple[int, ...], ...]"
 
@@ -32,22 +32,32 @@ BY_MODEL = "default", "auto"
 
 
 def parse_radices(plan: Any) -> Radices | None:
-    """Read what ``plan=`` takes: a name, radices as a sequence or as text, a Plan, or the path of a file with one.
-
-    None leaves it to a cost model.
+    """Give the radices of what ``plan=`` takes, as `read_plan` does; None leaves them to a cost model.
 
     Examples
     --------
     >>> parse_radices("2,all").inside, parse_radices("default")
     (2, None)
     """
+    found = read_plan(plan)
+    return found.radices if isinstance(found, Plan) else found
+
+
+def read_plan(plan: Any) -> Plan | Radices | None:
+    """Read what ``plan=`` takes: a name, radices as a sequence or as text, a Plan, or the path of a file with one.
+
+    None leaves it to a cost model.
+
+    Raises
+    ------
+    InputError
+        It is none of these, or the file holds no plan.
+    """
     if plan is None or (isinstance(plan, str) and plan in BY_MODEL):
         return None
-    if isinstance(plan, Plan):
-        return plan.radices
-    found = plan if isinstance(plan, Radices) else read_radices(plan)
-    if found is None:
-        found = _in_file(plan)
+    if isinstance(plan, (Plan, Radices)):
+        return plan
+    found = read_radices(plan) or _in_file(plan)
     if found is None:
         known = ", ".join(map(repr, (*BY_MODEL, *NAMED_RADICES)))
         shapes = "a pair of radices (inside, between), a triple (inside, rack, between)"
@@ -55,11 +65,11 @@ def parse_radices(plan: Any) -> Radices | None:
     return found
 
 
-def _in_file(path: Any) -> Radices | None:
+def _in_file(path: Any) -> Plan | None:
     from treeattn.saved import text_of  # only what was written elsewhere needs it
 
     text = text_of("plan", path)
-    return None if text is None else Plan.from_json(text).radices
+    return None if text is None else Plan.from_json(text)
 
 
 def plan_allreduce(

@@ -11,7 +11,7 @@ from treeattn.catalog import DEVICES, LINKS, MODELS, Device, Link, Model, look_u
 from treeattn.cli.options import json_option, suggest
 from treeattn.cli.output import console, counts, escape, print_rows, size, write_json
 from treeattn.errors import InputError
-from treeattn.forecast import LAUNCH_US, Cluster, Demand, Terms, forecast, smallest_fit
+from treeattn.forecast import LAUNCH_US, Cluster, Demand, Terms, forecast, smallest_fit, usable_bytes
 from treeattn.planner import plan_allreduce
 from treeattn.published import GUIDE_MS, GUIDE_RANKS, GUIDE_TOKENS
 
@@ -156,7 +156,7 @@ def plan(
 def _refuse_what_does_not_fit(order: Order) -> None:
     need = smallest_fit(order.demand, order.device, order.per_node)
     if need is None:
-        least = int(order.demand.weight_bytes / (order.device.memory_gb * 1e9 * 0.9)) + 1
+        least = int(order.demand.weight_bytes / usable_bytes(order.device)) + 1
         weights = size(order.demand.weight_bytes)
         raise InputError.of("gpus-per-node", expected=f"at least {least}, for {weights} of weights", got=order.per_node)
     if need > order.ranks:
@@ -180,7 +180,7 @@ def _times(order: Order) -> dict[str, Any]:
     """Forecast every algorithm on 8 to 1024 ranks; smaller clusters of whole nodes only where they fit."""
     rows = []
     for ranks in sorted({*RANKS, order.ranks}):
-        fits = order.demand.rank_bytes(ranks, order.per_node) <= order.device.memory_gb * 1e9 * 0.9
+        fits = order.demand.rank_bytes(ranks, order.per_node) <= usable_bytes(order.device)
         for name in SHOWN:
             terms = forecast(name, order.demand, order.cluster(ranks))
             cost = order.cost(ranks, terms)
