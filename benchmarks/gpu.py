@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,9 @@ def measure(backend: Any, keys: int) -> dict[str, Any]:
     return {**row, **rates, "error": error_of(out, q, *caches[0])}
 
 
-def rows(backend: Any, lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def rows(
+    measure: Callable[[Any, int], dict[str, Any]], backend: Any, lengths: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
     """Measure each length, whatever becomes of the others."""
     for keys in lengths:
         try:
@@ -88,7 +90,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, action="append", help="keys in the cache; may be repeated")
     parser.add_argument("--json", type=Path, help="write the table to this file too")
     arguments = parser.parse_args()
-    report(rows(the_backend(), tuple(arguments.keys or KEYS)), arguments.json)
+    report(rows(measure, the_backend(), tuple(arguments.keys or KEYS)), arguments.json)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from gpu import GROUP, KV_HEADS, WIDTH, error_of, the_backend
+from gpu import GROUP, KV_HEADS, WIDTH, error_of, rows, the_backend
 from gpu_timing import microseconds, normal, report
 
 import treeattn
@@ -74,20 +73,11 @@ def step_time(cupy: Any, step: Any) -> float:
     return 1e6 * (time.perf_counter() - start) / STEPS
 
 
-def rows(backend: Any, lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Measure each length, whatever becomes of the others."""
-    for keys in lengths:
-        try:
-            yield measure(backend, keys)
-        except Exception as error:  # whatever a driver throws, the other lengths are still worth knowing
-            yield {"keys": keys, "failed": f"{type(error).__name__}: {error}"}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", type=int, action="append", help="keys in the cache; may be repeated")
     arguments = parser.parse_args()
-    report(rows(the_backend(), tuple(arguments.keys or KEYS)), None)
+    report(rows(measure, the_backend(), tuple(arguments.keys or KEYS)), None)
 
 
 if __name__ == "__main__":
