@@ -26,6 +26,13 @@ def assert_decode(output: str, ranks: int) -> None:
     assert float(re.search(r", (\S+) from one process", output)[1]) < 1e-6
 
 
+def assert_cache(output: str, ranks: int) -> None:
+    held = re.findall(rf"rank \d of {ranks}, host: (\d+) of 2008 tokens", output)
+    assert (len(held), sum(map(int, held))) == (ranks, 2008)
+    assert len(set(re.findall(r"output (\w{8})", output))) == 1
+    assert float(re.search(r", (\S+) from one process", output)[1]) < 1e-6
+
+
 def assert_custom_backend(output: str, ranks: int) -> None:
     errors = re.findall(r"rank \d of \d: (\S+) from the built-in backend", output)
     assert len(errors) == ranks
@@ -40,7 +47,12 @@ def assert_host_map(output: str, ranks: int) -> None:
     assert all(sent == predicted for sent, predicted in pairs)
 
 
-CHECKS = {"decode.py": assert_decode, "custom_backend.py": assert_custom_backend, "host_map.py": assert_host_map}
+CHECKS = {
+    "decode.py": assert_decode,
+    "cache.py": assert_cache,
+    "custom_backend.py": assert_custom_backend,
+    "host_map.py": assert_host_map,
+}
 
 
 def assert_says(name: str, output: str, ranks: int) -> None:
