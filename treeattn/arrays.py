@@ -144,9 +144,11 @@ def _imported(value: Any) -> Array:
 
 def _torch_dtype(value: Any) -> str:
     """Name the dtype of a tensor for which NumPy has no name; else ""."""
-    name = str(getattr(value, "dtype", "")).removeprefix("torch.")
-    known = name in _NARROW and "torch" in sys.modules  # as it is where someone has a tensor
-    return name if known and isinstance(value, sys.modules["torch"].Tensor) else ""
+    torch = sys.modules.get("torch")  # which is there where someone has a tensor
+    if torch is None or not isinstance(value, torch.Tensor):
+        return ""
+    name = str(value.dtype).removeprefix("torch.")
+    return name if name in _NARROW else ""
 
 
 def _raw(tensor: Any) -> Any:

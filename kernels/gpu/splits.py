@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from treeattn.kernels.gpu.source import MAX_SPLITS
 
 __all__ = ["split_count"]
@@ -34,7 +36,11 @@ def split_count(tiles: int, keys: int, step: int, slots: int) -> int:
     >>> split_count(tiles=8, keys=131072, step=64, slots=396)
     49
     """
-    steps = -(-max(keys, 1) // step)
+    return _soonest(tiles, -(-max(keys, 1) // step), slots)
+
+
+@lru_cache(maxsize=1024)
+def _soonest(tiles: int, steps: int, slots: int) -> int:
     most = min(MAX_SPLITS, steps, max(2 * slots // max(tiles, 1), 1))
     return min(range(1, most + 1), key=lambda splits: (_time(tiles, steps, slots, splits), splits))
 
