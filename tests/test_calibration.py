@@ -93,6 +93,21 @@ def test_what_rounds_do_not_explain_of_steps_is_the_cost_of_a_call_and_of_each_p
         assert cost(plan, payload, found).total_us == pytest.approx(us)
 
 
+@given(st.floats(10, 1e4), st.floats(0, 20), st.floats(0, 1e4), st.integers(3, 9), st.booleans())
+@settings(deadline=None)
+def test_steps_of_few_and_of_many_rounds_tell_what_a_round_a_message_and_a_call_cost(alpha, gap, call, hosts, shared):
+    """Rounds by themselves said something else, as they do where ranks outnumber cores."""
+    payload, names = 16640, tuple(f"h{number}" for number in range(hosts) for _ in range(2))
+    right = replace(DEFAULT_MODEL, between=Link(alpha, 1.0, "measured", gap), call_us=call)
+    steps = [probe.plan for probe in probes_for(names, shared) if probe.way == "step" and probe.leaders == 1]
+    timed = [(plan, cost(plan, payload, right).total_us) for plan in steps]
+    misled = replace(right, between=Link(1.5 * alpha, 1.0, "measured", gap + 3.0), call_us=0.0)
+    found = add_steps(misled, payload, timed)
+    for plan, us in timed:
+        assert cost(plan, payload, found).total_us == pytest.approx(us, rel=1e-5)
+    assert found.between.alpha_us == pytest.approx(alpha, rel=1e-3, abs=1e-3 * timed[0][1])
+
+
 @given(st.lists(st.sampled_from(["a", "b", "r/c", "r/d", "s/e"]), min_size=2, max_size=12), st.booleans())
 @settings(deadline=None, max_examples=50)
 def test_probes_are_plans_in_which_each_busy_rank_swaps_with_its_partners(hosts, shared):

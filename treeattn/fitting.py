@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from treeattn.catalog import Link
 from treeattn.costs import DEFAULT_MODEL, CostModel, cost
 from treeattn.plan import Plan
 from treeattn.probes import MOST_PARTNERS
+
+Array: TypeAlias = npt.NDArray[Any]
 
 __all__ = ["SHORTEST", "Sample", "add_steps", "fit"]
 
@@ -18,6 +24,13 @@ SHORTEST = 1e-3
 
 STEP = 0.3
 """A message that takes longer than its bytes explain, by this share of a latency, has met another protocol."""
+
+
+ENOUGH_STEPS = 3
+"""Steps in one piece that tell apart what a round, a message and a call cost."""
+
+TINY = 1e-9
+"""Shares of a step by which a fit is not better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +125,52 @@ def _window(samples: Sequence[Sample], merge_gb_per_s: float) -> Link:
     return Link(small.p50_us / 2, rate, "measured", jitter_us=(large.p99_us - large.p50_us) / 2)
 
 
-def add_steps(model: CostModel, payload_bytes: int, steps: Iterable[tuple[Plan, float]]) -> CostModel:
+def add_steps(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> CostModel:
     """Let a model also say what whole steps take, in microseconds: in one piece and, if that was measured, in several.
 
-    What rounds do not explain is the cost of a call, and of each piece more.
+    What rounds do not explain is the cost of a call, and of each piece more. Where there are enough steps in one piece,
+    they also tell what a round and a message between hosts cost: rounds that are timed one by one wait for each other
+    otherwise than in a step, above all where ranks outnumber cores.
     """
-    for plan, us in steps:
-        more = max(0.0, us - cost(plan, payload_bytes, model).total_us)
-        if plan.pieces == 1:
-            model = replace(model, call_us=model.call_us + more)
-        else:
-            model = replace(model, piece_us=model.piece_us + more / (plan.pieces - 1))
+    whole, cut = ([each for each in steps if (each[0].pieces > 1) is several] for several in (False, True))
+    if len(whole) >= ENOUGH_STEPS:
+        model = _by_steps(model, payload_bytes, whole)
+    else:
+        for plan, us in whole:
+            model = replace(model, call_us=model.call_us + _unexplained(plan, payload_bytes, model, us))
+    for plan, us in cut:
+        more = _unexplained(plan, payload_bytes, model, us) / (plan.pieces - 1)
+        model = replace(model, piece_us=model.piece_us + more)
     return model
+
+
+def _unexplained(plan: Plan, payload_bytes: int, model: CostModel, us: float) -> float:
+    return max(0.0, us - cost(plan, payload_bytes, model).total_us)
+
+
+def _by_steps(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> CostModel:
+    """Find latency and gap between hosts, and the cost of a call, by which steps are off by the smallest shares."""
+    free = replace(model, between=replace(model.between, alpha_us=0.0, gap_us=0.0), call_us=0.0)
+    unit = replace(free, between=replace(free.between, gap_us=1.0))
+    rows, left = [], []
+    for plan, us in steps:
+        known, counted = (cost(plan, payload_bytes, each) for each in (free, unit))
+        messages = counted.terms.injection - known.terms.injection
+        rows.append([plan.rounds_between / us, messages / us, 1 / us])
+        left.append(max(0.0, us - known.total_us) / us)
+    alpha, gap, call = _least_squares(np.array(rows), np.array(left))
+    return replace(model, between=replace(model.between, alpha_us=alpha, gap_us=gap), call_us=call)
+
+
+def _least_squares(rows: Array, values: Array) -> list[float]:
+    """Solve rows @ x = values as well as can be with no x below 0: the fewest x above 0 of those that are as good."""
+    count = rows.shape[1]
+    best, least = np.zeros(count), float(np.linalg.norm(values))
+    for number in range(1, count + 1):
+        for some in map(list, combinations(range(count), number)):
+            found = np.linalg.lstsq(rows[:, some], values, rcond=None)[0]
+            off = float(np.linalg.norm(rows[:, some] @ found - values))
+            if (found >= 0).all() and off < least - TINY:
+                best, least = np.zeros(count), off
+                best[some] = found
+    return [float(each) for each in best]

@@ -3,7 +3,7 @@
 A *probe* is a round in which the ranks of a group swap messages of one size with so many partners at once: two by two,
 messages of every size that a plan may send; with as many as may meet, headers and single states; and so again by all
 ranks of a host. In shared memory it is a round up and one down. The last probes are whole steps, from packing a state
-to unpacking the result, through one leader of each host and through all.
+to unpacking the result: through one leader of each host, by plans of few rounds and of many, and through all leaders.
 """
 
 from __future__ import annotations
@@ -120,12 +120,19 @@ class _Layout:
             yield self.swap("between", crowd, _many(len(top)), 1, each)
 
     def steps(self) -> Iterator[Probe]:
-        """Merge states in the fewest rounds, through one leader of each host, and through all."""
+        """Merge states through one leader of each host, in few rounds and in many, and through all leaders."""
         largest = max(map(len, self.groups))
-        radices = candidates(self.hosts, shared=self.shared)[0]
-        for leaders in (1, largest)[:largest]:
-            plan = plan_allreduce(self.hosts, replace(radices, leaders=leaders))
-            yield Probe("step", largest, 1, leaders, plan)
+        ways = [
+            each for each in candidates(self.hosts, shared=self.shared) if each.leaders == 1 and each.rack == "skip"
+        ]
+        swaps, trees = ([each for each in ways if each.scheme == scheme] for scheme in ("exchange", "reduce"))
+        racks = len({rack_of(host) for host in self.hosts})
+        alike = len(self.groups) > 2 and racks in (1, len(self.groups))  # one kind of link between hosts
+        many = [*swaps[1:2], trees[0], trees[-1]] if alike else []
+        for radices in dict.fromkeys([swaps[0], *many]):
+            yield Probe("step", largest, 1, 1, plan_allreduce(self.hosts, radices))
+        if largest > 1:
+            yield Probe("step", largest, 1, largest, plan_allreduce(self.hosts, replace(swaps[0], leaders=largest)))
 
     def swaps(self, way: str, groups: Groups) -> Iterator[Probe]:
         """Swap messages of each size with one partner, and of two sizes with many, where there are that many."""
