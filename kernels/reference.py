@@ -1,7 +1,7 @@
 """The oracle: attention in float64, one query at a time, as the definition says. Slow on purpose.
 
-Every other kernel is held to it. The rules are those of ``What the options mean`` in the documentation: logit =
-scale · q·k, then softcap, then the float mask, then hide. A hidden key takes no part, whatever it holds.
+Every other kernel is held to it. The rules are those of ``docs/options.md``: logit = scale · q·k, then softcap, then
+the float mask, then hide. A hidden key takes no part, whatever it holds.
 """
 
 from __future__ import annotations

@@ -402,3 +402,22 @@ def test_causal_is_checked_where_it_makes_no_difference_too(make):
     cache.append(K, V)
     with pytest.raises(errors.InputError, match="causal: expected True or False, got 'yes'"):
         cache.decode(queries(1), causal="yes")
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ((1, 4, 1, 6), "q: expected the cache's width of 8, got 6"),
+        ((2, 4, 1, 8), "q: expected the cache's batch of 1, got 2"),
+        ((1, 3, 1, 8), "q: expected a number of heads that the cache's 2 divide, got 3"),
+        ((4, 1, 8), "q: expected four axes"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_queries_that_do_not_fit_are_blamed_and_not_the_keys(make, shape, text, layout):
+    cache = make(None, batch=1, kv_heads=2, head_dim=8, capacity=4, layout=layout)
+    q = np.zeros(shape, np.float32)
+    q = q.swapaxes(1, 2) if layout == "bthd" and q.ndim == 4 else q
+    with pytest.raises(errors.InputError, match=f"^{re.escape(text)}"):
+        cache.decode(q)

@@ -1,4 +1,4 @@
-"""What the options mean: each sentence of that section of the documentation, tested on its own.
+"""What the options mean: each sentence of ``docs/options.md``, tested on its own.
 
 Most tests say what an option means by the set of keys that a query sees, and compare with a softmax over just those,
 written out here and independent of the package.

@@ -216,7 +216,7 @@ class ShardedKVCache:
         Parameters
         ----------
         length : int
-            From 0 to `length`; the same on every rank.
+            From 0 to the cache's own `length`; the same on every rank.
         """
         try:
             if not 0 <= _whole("length", length) <= self.length:
@@ -343,10 +343,23 @@ class ShardedKVCache:
     def _queries(self, q: Any) -> tuple[Any, tuple[int, ...]]:
         """Give ``q`` where keys and values are, the caller's own array if it is there; and its shape."""
         found = to_array("q", q)
+        self._check_queries(found.shape)
         self._follow(found)
         memory = self._shard.memory
         memory.check("q", found)
         return q if on_device(found) == memory.on_device else memory.bring(found), found.shape
+
+    def _check_queries(self, shape: tuple[int, ...]) -> None:
+        """Refuse queries that don't fit the cache, before its keys are blamed, which the caller has not passed."""
+        if len(shape) != 4:
+            return  # as the library says
+        sizes = dict(zip(self.layout, shape, strict=True))
+        for axis, name, wanted in (("b", "batch", self.batch), ("d", "width", self.head_dim)):
+            if sizes[axis] != wanted:
+                raise InputError.of("q", expected=f"the cache's {name} of {wanted}", got=sizes[axis])
+        if sizes["h"] % self.kv_heads:
+            expected = f"a number of heads that the cache's {self.kv_heads} divide"
+            raise InputError.of("q", expected=expected, got=sizes["h"])
 
     def _as_callers(self, result: Any, q: Any) -> Any:
         """Give back where ``q`` was what a card has computed from a copy of it."""

@@ -303,7 +303,8 @@ class TreeComm:
         return self._channel.freed
 
     def __repr__(self) -> str:
-        kind = f"rank {self.rank} of {self.size} on {len(set(self.hosts))} hosts"
+        hosts = len(set(self.hosts))
+        kind = f"rank {self.rank} of {self.size} on {hosts} host{'s' * (hosts != 1)}"
         plan = self._channel.collective or str(self._policy)
         return f"TreeComm({kind}, plan={plan!r})"
 
