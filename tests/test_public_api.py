@@ -53,7 +53,8 @@ MODULES = modules()
 
 def test_all_is_exact_and_every_name_is_there():
     assert treeattn.__all__ == PUBLIC
-    assert set(PUBLIC) <= set(dir(treeattn))
+    assert [name for name in dir(treeattn) if not name.startswith("_")] == PUBLIC
+    assert [name for name in dir(treeattn.testing) if not name.startswith("_")] == treeattn.testing.__all__
     for name in PUBLIC:
         assert getattr(treeattn, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'attenton'"):
