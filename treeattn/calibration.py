@@ -36,7 +36,7 @@ Run: TypeAlias = Callable[[], object]
 SECONDS = 0.1
 """Roughly how long rounds are repeated."""
 
-STEP_SECONDS = 0.2
+STEP_SECONDS = 0.3
 """The same for whole steps, by which all forecasts stand and fall."""
 
 FEWEST, MOST = 5, 200
