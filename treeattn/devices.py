@@ -13,6 +13,7 @@ __all__ = [
     "DeviceBytes",
     "DeviceView",
     "Kind",
+    "always_on_device",
     "broadcast",
     "fetch",
     "give",
@@ -146,7 +147,7 @@ def on_device(value: Any) -> bool:
     """Whether ``value`` is an array in memory that the CPU must not touch."""
     if isinstance(value, np.ndarray):
         return False
-    if isinstance(value, DeviceView) or type(value).__module__.partition(".")[0] == "cupy":
+    if always_on_device(value):
         return True  # CuPy would ask the driver, each time
     where = getattr(value, "__dlpack_device__", None)
     if where is None:
@@ -155,6 +156,11 @@ def on_device(value: Any) -> bool:
         return int(where()[0]) not in CPU_DEVICES
     except (TypeError, ValueError, BufferError, RuntimeError):  # nowhere, as PyTorch's "meta" is: NumPy will say so
         return False
+
+
+def always_on_device(value: Any) -> bool:
+    """Whether ``value`` is of a type that has no arrays in host memory, and that kernels take as it is."""
+    return isinstance(value, DeviceView) or type(value).__module__.partition(".")[0] == "cupy"
 
 
 def kind_of(value: Any) -> Kind:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import FLOAT_DTYPES, KV_DTYPES, as_array, cast, dtype_name, reinterpret, to_array
-from treeattn.devices import Kind, broadcast, kind_of, on_device
+from treeattn.devices import Kind, always_on_device, broadcast, kind_of, on_device
 from treeattn.errors import InputError
 from treeattn.factors import block_scale, dot_scale, softcap_of
 from treeattn.positions import Consecutive, Positions, lengths, window_pair
@@ -187,7 +187,7 @@ def _key(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, ...] | None:
     """
     scale, mask, causal, window, softcap, _, _, kv_len, k_scale, v_scale, kv_dtype, layout = options
     if not (
-        type(q) is type(k) is type(v) is np.ndarray
+        (type(q) is type(k) is type(v) is np.ndarray or all(map(always_on_device, (q, k, v))))
         and type(scale) in _NUMBER
         and type(softcap) in _NUMBER
         and type(layout) is str
@@ -198,12 +198,13 @@ def _key(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, ...] | None:
     if len(shape) != 4 or shape[:3] != v_shape[:3]:
         return None
     rest = shape[:tokens] + shape[tokens + 1 :]
-    key = (q.shape, q.dtype, rest, k.dtype, k.strides, v_shape[3:], v.dtype, v.strides, scale, softcap, layout)
+    stored = (k.dtype, k.strides, v_shape[3:], v.dtype, v.strides)
+    key = (type(q), q.shape, q.dtype, rest, *stored, scale, softcap, layout)
     if mask is window is kv_len is k_scale is v_scale is kv_dtype is None and causal is False:
         return key
     hiding = _hiding_key(mask, causal, window, kv_len)
-    stored = _stored_key(k_scale, v_scale, kv_dtype)
-    return None if hiding is None or stored is None else (key, hiding, stored)
+    numbers = _stored_key(k_scale, v_scale, kv_dtype)
+    return None if hiding is None or numbers is None else (key, hiding, numbers)
 
 
 def _hiding_key(mask: Any, causal: Any, window: Any, kv_len: Any) -> tuple[Any, ...] | None:

@@ -55,6 +55,8 @@ class Pointer:
 class FaultingArray:
     """A device array: an address, a shape and a dtype. It keeps its card alive."""
 
+    __module__ = "cupy"  # whose arrays are taken as they are
+
     def __init__(self, card: FakeCard, at: int, shape: tuple[int, ...], dtype: Any, strides: Any = None) -> None:
         self.card, self.data = card, Pointer(at, card.number)
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)

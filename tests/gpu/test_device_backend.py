@@ -84,6 +84,19 @@ def test_nothing_is_copied_to_the_host_on_the_way(backend: Any, card: FakeCard) 
     assert card.copies == before
 
 
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_a_repeated_call_is_known_and_tells_card_from_host(backend: Any, card: FakeCard, layout: str) -> None:
+    q, k, v = (array if layout == "bhtd" else np.ascontiguousarray(array.swapaxes(1, 2)) for array in inputs())
+    options: dict[str, Any] = {"layout": layout, "window": (30, None)}
+    there = on_card(card, q, k, v)
+    specs = [resolve(*each, Options(**options))[0] for each in (there, (q, k, v), there)]
+    assert specs[0] is specs[2]
+    assert [each.on_device for each in specs] == [True, False, True]
+    for _ in range(2):
+        out, lse = treeattn.attention(*there, **options, backend=backend, return_lse=True)
+        assert_attention((out.get(), lse.get()), q, k, v, **options)
+
+
 def test_a_repeated_call_allocates_nothing_so_that_a_graph_may_capture_it(backend: Any, card: FakeCard) -> None:
     there = on_card(card, *inputs())
     state = treeattn.partial_attention(*there, kv_len=card.upload(np.array([60])), backend=backend)
