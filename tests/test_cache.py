@@ -45,7 +45,7 @@ def on_ranks(size: int, call: Any) -> list[Any]:
         with treeattn.TreeComm(transport) as comm:
             return call(comm)
 
-    return run_ranks(size, rank)
+    return run_ranks(size, rank, timeout=120)  # the first ones compile
 
 
 def outcome(call: Any) -> str:
