@@ -109,6 +109,7 @@ class Call:
     kv_pos: int
     kv_pos_b: int
     kv_pos_t: int
+    kv_run: int  # whether positions of each batch row are consecutive, so that its first one says them all
     causal: int
     left: int
     right: int

@@ -25,8 +25,9 @@ from treeattn.kernels.specialisations import (
     v_strip,
 )
 from treeattn.kernels.step import run_step
-from treeattn.kernels.streaming import LINE, workspace_bytes
+from treeattn.kernels.streaming import workspace_bytes
 from treeattn.kernels.threads import look_again, team
+from treeattn.kernels.vectors import LINE
 
 __all__ = ["StreamingCall", "address", "prepare"]
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from llvmlite import binding, ir
+from numba import types as _types
 from numba.core import cgutils as _cgutils
+from numba.extending import intrinsic
 
 from treeattn.kernels.compilation import inline
 from treeattn.kernels.lookup import STEP, as_pairs
 from treeattn.kernels.pairs import PAIRS
-from treeattn.kernels.vectors import DOUBLE, FLOAT, INT, LANES, Vectors
+from treeattn.kernels.vectors import AHEAD, DOUBLE, FLOAT, INT, LANES, LINE, Vectors
 
 cgutils: Any = _cgutils  # untyped
+types: Any = _types  # untyped: so are the functions made of it
 
-__all__ = ["EIGHTS", "EVENS", "PAIRED", "UNITS", "Loads", "can_widen", "order", "padded", "stored_bytes"]
+__all__ = ["EIGHTS", "EVENS", "PAIRED", "UNITS", "Loads", "can_widen", "fetch_later", "order", "padded", "stored_bytes"]
 
 Count: TypeAlias = Any  # of elements: a Python number, an int64 value, or None for all
 
@@ -70,6 +73,30 @@ def can_widen(storage: str) -> bool:
     return storage not in ("float16", "float8_e4m3fn", "float8_e5m2") or bool(
         binding.get_host_cpu_features().get("f16c", True)
     )
+
+
+def _fetch_later(typingctx: Any, row_bytes: Any, row: Any, stride: Any, count: Any) -> Any:
+    """Ask the memory for ``count`` rows of so many bytes, `AHEAD` bytes of rows behind the one at an address.
+
+    For rows that are ``stride`` bytes apart, whose order a processor does not guess.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors, length = Vectors(builder), row_bytes.literal_value
+
+        def fetch(index: Any, carried: list[Any]) -> list[Any]:
+            for at in range(0, length, LINE):
+                vectors.fetch(vectors.advance(carried[0], at))
+            return [builder.add(carried[0], args[2])]
+
+        first = builder.add(args[1], builder.mul(args[2], vectors.number(AHEAD // length)))
+        vectors.loop(args[3], [first], fetch)
+        return context.get_dummy_value()
+
+    return types.void(row_bytes, types.int64, types.int64, types.int64), codegen
+
+
+fetch_later: Any = intrinsic(prefer_literal=True)(_fetch_later)
 
 
 class Loads:

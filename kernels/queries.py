@@ -1,4 +1,7 @@
-"""Queries of any type and strides, gathered in the order in which keys are loaded."""
+"""Queries of any type and strides, gathered in the order in which keys are loaded.
+
+What the loops need of a call is read before them: for all that the compiler knows, they might write over it.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +28,28 @@ def gather_row(call: Call, source: int, target: int, dtype: Any) -> None:
             pointer(target, np.uint16)[order(j, call.k_order)] = pointer(source + j * call.q_d, np.uint16)[0]
     else:
         for j in range(call.head_dim):
-            pointer(target, dtype)[order(j, call.k_order)] = _number(call, source + j * call.q_d, dtype)
+            pointer(target, dtype)[order(j, call.k_order)] = _number(call.q_storage, source + j * call.q_d, dtype)
 
 
 @inline
 def gather_column(call: Call, source: int, target: int, dtype: Any) -> None:
     """Write one query down the columns of many rows; ``target`` is its place in the first."""
+    step, how, storage, line = call.q_d, call.k_order, call.q_storage, call.many
     if call.pairs:
         for j in range(call.head_dim):
-            pointer(target + j // 2 * call.many, np.uint16)[j % 2] = pointer(source + j * call.q_d, np.uint16)[0]
+            pointer(target + j // 2 * line, np.uint16)[j % 2] = pointer(source + j * step, np.uint16)[0]
     else:
         for j in range(call.head_dim):
-            place = target + order(j, call.k_order) * call.many
-            pointer(place, dtype)[0] = _number(call, source + j * call.q_d, dtype)
+            pointer(target + order(j, how) * line, dtype)[0] = _number(storage, source + j * step, dtype)
 
 
 @inline
-def _number(call: Call, address: int, dtype: Any) -> Any:
+def _number(storage: int, address: int, dtype: Any) -> Any:
     """Give the stored number at an address; casts to a wider type are exact."""
-    if call.q_storage == BFLOAT16:
+    if storage == BFLOAT16:
         return dtype(widened(pointer(address, np.uint16)[0]))
-    if call.q_storage == FLOAT16:
+    if storage == FLOAT16:
         return dtype(widened(pointer(address, np.int16)[0]))
-    if call.q_storage == FLOAT64:
+    if storage == FLOAT64:
         return dtype(pointer(address, np.float64)[0])
     return dtype(pointer(address, np.float32)[0])

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
-from treeattn.kernels.loads import Loads, padded, stored_bytes
+from treeattn.kernels.loads import Loads, fetch_later, padded, stored_bytes
 from treeattn.kernels.lookup import LOOKED_UP
 from treeattn.kernels.pairs import PAIRS, add_pairs
 from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
@@ -233,6 +233,7 @@ def scores_of(storage: str, common: int, pairs: bool) -> Callable[[], int]:
     """
     code = (STORAGES.index(storage) + 1) * (-1 if pairs else 1)
     size, itemsize = stored_bytes(storage), 8 if storage == "float64" else 4
+    row_bytes = max(1, common * size)
     most = 2 if _in_pairs_of_rows(storage, common, pairs) else 8
     eight, four, two = (min(rows, LANES * 4 // itemsize) for rows in (8, 4, 2))
 
@@ -241,10 +242,13 @@ def scores_of(storage: str, common: int, pairs: bool) -> Callable[[], int]:
         if rows == 1 and k_t == common * size:
             dots(code, common, 1, 1, q, q_t, k, k_t, keys, width, scores)
             return
-        strip = LANES if most == 2 else max(LANES, STRIP // (width * size) // LANES * LANES)
+        apart = common != 0 and k_t != row_bytes
+        strip = LANES if most == 2 or apart else max(LANES, STRIP // (width * size) // LANES * LANES)
         for first in range(0, keys, strip):
             row, count = 0, min(strip, keys - first)
             start, into = k + first * k_t, scores + first * itemsize
+            if apart:
+                fetch_later(row_bytes, start, k_t, count)
             while row < rows:
                 at, found = q + row * q_t, into + row * BLOCK * itemsize
                 if rows - row >= eight and most == 8:

@@ -8,8 +8,10 @@ from treeattn.kernels.array_objects import data_of, length_of, read_array
 from treeattn.kernels.call import BLOCK, CALL, Call, call_at
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.memory import call_part, pointer
-from treeattn.kernels.streaming import LINE, MOST_SPLITS
+from treeattn.kernels.streaming import MOST_SPLITS
 from treeattn.kernels.threads import work_together
+from treeattn.kernels.vectors import LINE
+from treeattn.kernels.visibility import are_consecutive
 
 __all__ = ["run_step"]
 
@@ -76,6 +78,7 @@ def run_step(
         read_array(array, none, memory + at)
     for scale, at in ((k_scale, K_SCALE), (v_scale, V_SCALE)):
         read_array(scale, none, memory + at)
+    call.kv_run = are_consecutive(call)
     work_together(board, threads - 1, call.stream, memory, workspace, call.workspace)
     if answer != none:
         _finish(call, data_of(answer, none), data_of(lse, none), data_of(sink, none))

@@ -19,13 +19,10 @@ from treeattn.kernels.many_scores import KEYS
 from treeattn.kernels.memory import add_at, call_part, itemsize, next_task, pointer
 from treeattn.kernels.queries import gather_column, gather_row
 from treeattn.kernels.values import STRIP
-from treeattn.kernels.vectors import LANES
+from treeattn.kernels.vectors import LANES, LINE
 from treeattn.kernels.visibility import ALL, NONE, row_keys
 
 __all__ = ["buffer_bytes", "stream_double", "stream_single", "workspace_bytes"]
-
-LINE = 64
-"""Bytes of a cache line, and of the widest vector."""
 
 MOST_SPLITS = 32
 """Parts that a head's keys are cut into at most."""
@@ -206,14 +203,14 @@ def _gather(source: int, step: int, block: int, task: Task, target: int, dtype: 
 
 @inline
 def _store(call: Call, task: Task, states: int, dtype: Any) -> None:
-    width, heads, unit = call.v_head_dim, call.kv_heads * call.group, dtype(call.v_unit)
+    width, heads, unit, how = call.v_head_dim, call.kv_heads * call.group, dtype(call.v_unit), call.v_order
     m, l = pointer(task.m, dtype), pointer(task.l, dtype)  # noqa: E741 - the field's names
     for row in range(task.rows):
         t, head = task.first + row // call.group, task.h * call.group + row % call.group
         at = ((task.b * heads + head) * call.q_tokens + t) * (width + 2)
         state, sums = pointer(states + at * itemsize(dtype), dtype), pointer(task.sums + row * call.sums_row, dtype)
         for j in range(width):
-            state[j] = sums[order(j, call.v_order)] * unit
+            state[j] = sums[order(j, how)] * unit
         state[width], state[width + 1] = l[row], m[row]
 
 

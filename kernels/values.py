@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
-from treeattn.kernels.loads import Loads, padded, stored_bytes
+from treeattn.kernels.loads import Loads, fetch_later, padded, stored_bytes
 from treeattn.kernels.vectors import AHEAD, DOUBLE, FLOAT, LANES, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
@@ -142,15 +142,17 @@ def values_of(storage: str, common: int, looked_up: bool) -> Callable[[], int]:
     """
     code = (STORAGES.index(storage) + 1) * (-1 if looked_up else 1)
     size, itemsize = stored_bytes(storage), 8 if storage == "float64" else 4
-    row_bytes, quick = padded(common) * itemsize, storage in QUICK
-    most, strip = (2, strip_keys(row_bytes)) if quick else (FOUR, _four_keys(storage, common))
-    first = 1 if quick and 2 * row_bytes > ACCUMULATORS * 4 * LANES else most
+    sums_row, row_bytes, quick = padded(common) * itemsize, common * size, storage in QUICK
+    most, strip = (2, strip_keys(sums_row)) if quick else (FOUR, _four_keys(storage, common))
+    first = 1 if quick and 2 * sums_row > ACCUMULATORS * 4 * LANES else most
 
     @part(VALUES)
     def values(p: int, rows: int, v: int, v_t: int, keys: int, width: int, sums: int, sums_t: int, marked: int) -> None:
-        alone = rows == 1 and v_t == common * size
+        alone, apart = rows == 1 and v_t == row_bytes, v_t != row_bytes
         for key in range(0, keys, strip):
             count, at, row, together = min(strip, keys - key), v + key * v_t, 0, first
+            if apart:
+                fetch_later(row_bytes, at, v_t, count)
             while row < rows:
                 weights, total = p + key * itemsize + row * BLOCK * itemsize, sums + row * sums_t
                 together = min(together, rows - row)

@@ -15,7 +15,7 @@ from llvmlite import binding, ir
 
 from treeattn.errors import InputError
 
-__all__ = ["AHEAD", "DOUBLE", "FLOAT", "LANES", "Vectors", "has_feature"]
+__all__ = ["AHEAD", "DOUBLE", "FLOAT", "LANES", "LINE", "Vectors", "has_feature"]
 
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 INT, LONG = ir.IntType(32), ir.IntType(64)
@@ -43,6 +43,9 @@ def _lanes() -> int:
 
 LANES = _lanes()
 """float32 numbers in one vector."""
+
+LINE = 64
+"""Bytes of a cache line, and of the widest vector."""
 
 AHEAD, AHEAD_STEP = 8192, 128
 """Bytes that `Vectors.fetch_ahead` asks ahead if nothing else is said, and from one line that it asks for to the next:

@@ -10,7 +10,7 @@ from treeattn.kernels.call import BLOCK, Call, Task, call_at, task_at
 from treeattn.kernels.compilation import inline, part
 from treeattn.kernels.memory import pointer
 
-__all__ = ["ALL", "NONE", "SEE", "SOME", "row_keys", "see_double", "see_single"]
+__all__ = ["ALL", "NONE", "SEE", "SOME", "are_consecutive", "row_keys", "see_double", "see_single"]
 
 NONE, SOME, ALL = range(3)
 
@@ -36,6 +36,29 @@ def see_double(address: int) -> None:
 def row_keys(call: Call, b: int) -> Any:
     """Keys of batch row ``b`` that may be read."""
     return pointer(call.kv_len, np.int64)[b] if call.kv_len != 0 else call.kv_tokens
+
+
+@inline
+def are_consecutive(call: Call) -> bool:
+    """Whether the keys' positions are consecutive in every batch row; asked once, so that no head reads them again."""
+    if call.kv_pos == 0 or call.kv_pos_t != 8:
+        return False
+    for b in range(call.batch if call.kv_pos_b != 0 else 1):
+        if not _is_run(pointer(call.kv_pos + b * call.kv_pos_b, np.int64), call.kv_tokens):
+            return False
+    return True
+
+
+@inline
+def _is_run(positions: Any, count: int) -> bool:
+    """Look at a block at a time: without a way out between them, comparisons are vectorised."""
+    for start in range(0, count, BLOCK):
+        same = True
+        for i in range(start, min(start + BLOCK, count)):
+            same &= positions[i] - i == positions[0]
+        if not same:
+            return False
+    return True
 
 
 @inline
@@ -86,7 +109,10 @@ def _position(call: Call, task: Task, i: int) -> Any:
 @inline
 def _range_of_positions(call: Call, task: Task) -> tuple[int, int]:
     low, high = FURTHEST, -FURTHEST
-    if call.kv_pos_t == 8:  # apart, because only this loop can be vectorised
+    if call.kv_run:
+        first = pointer(call.kv_pos + task.b * call.kv_pos_b, np.int64)[0] + task.start
+        low, high = first, first + task.keys - 1
+    elif call.kv_pos_t == 8:  # apart, because only this loop can be vectorised
         positions = pointer(call.kv_pos + task.b * call.kv_pos_b + task.start * 8, np.int64)
         for i in range(task.keys):
             low, high = min(low, positions[i]), max(high, positions[i])

@@ -282,6 +282,18 @@ def test_a_call_that_was_seen_has_the_arrays_of_its_own_options(left_out):
     assert all(np.array_equal(one, other) for one, other in zip(found, right, strict=True))
 
 
+@pytest.mark.parametrize("kv_len", [None, [0, TK - 4]], ids=["whole", "ragged"])
+@pytest.mark.parametrize("tokens", [1, TK - 4, TK])
+def test_a_call_that_was_seen_has_positions_of_its_own_keys(tokens, kv_len):
+    given, ends = arrays(), [tokens, tokens] if kv_len is None else [min(tokens, n) for n in kv_len]
+    lengths = None if kv_len is None else np.array(ends)
+    for kept in (TK, tokens):
+        given = {**given, "k": given["k"][:, :, :kept], "v": given["v"][:, :, :kept]}
+        _, args = resolved(**given, causal=True, kv_len=lengths)
+    assert args.kv_pos.tolist() == [[*range(tokens)]] * B
+    assert args.q_pos.tolist() == [[*range(max(n, 1) - TQ, max(n, 1))] for n in ends]
+
+
 @pytest.mark.parametrize("scale", [0.5, F32(0.5), np.float64(0.5), Fraction(1, 2)])
 def test_scale_is_any_real_number(scale):
     assert resolved(scale=scale)[0].scale == 0.5

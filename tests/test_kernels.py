@@ -228,6 +228,19 @@ def test_a_block_that_no_query_sees_is_not_read(left):
     assert_attention(got, q, k[:, :, shown], v[:, :, shown])
 
 
+@pytest.mark.parametrize("q_tokens", [1, 4], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("odd", [None, 0, 1, 511, 700, 1535])
+def test_positions_that_are_consecutive_but_for_one(odd, q_tokens):
+    """Consecutive positions are known by their first; one other, in one row of the batch, has to be seen."""
+    q, k, v = (np.concatenate([array, array[..., ::-1]]) for array in standard(q_tokens=q_tokens, tokens=1536))
+    kv_pos = np.arange(1536) + np.array([[-40], [900]])
+    if odd is not None:
+        kv_pos[1, odd] = 5000
+    options = {"causal": True, "window": (1000, None), "q_pos": np.array([[1200], [2434]]) + np.arange(q_tokens)}
+    got = treeattn.attention(q, k, v, **options, kv_pos=kv_pos, return_lse=True)
+    assert_attention(got, q, k, v, **options, kv_pos=kv_pos)
+
+
 def standard(dtype=np.float32, seed=0, q_heads=8, kv_heads=2, q_tokens=1, tokens=5000, width=128):
     rng = np.random.default_rng(seed)
     return [

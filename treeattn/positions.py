@@ -21,6 +21,12 @@ POSITION_LIMIT = 2**61
 """Positions stay within ±this. No distance then exceeds twice it, where window sides are cut off, and no sum of a
 position and a side overflows int64."""
 
+FEW = 64
+"""Batch rows whose lengths Python compares faster than NumPy does."""
+
+COUNTED_ALONG = 4096
+"""Positions that are counted in advance, for a context that grows."""
+
 
 def window_pair(window: Any) -> tuple[int | None, int | None] | None:
     """Check ``window=(left, right)``."""
@@ -47,7 +53,10 @@ def lengths(kv_len: Any, batch: int, tokens: int) -> Array | None:
     """Give ``kv_len`` as (B,) int64; one number stands for every row."""
     if kv_len is None:
         return None
-    if on_device(kv_len):
+    if type(kv_len) is np.ndarray and kv_len.dtype == np.int64 and kv_len.shape == (batch,) and batch <= FEW:
+        if all(0 <= length <= tokens for length in kv_len.tolist()):  # without NumPy's slower words for it
+            return np.ascontiguousarray(kv_len)
+    elif on_device(kv_len):
         return _device_lengths(take("kv_len", kv_len), batch)
     array = _integers("kv_len", kv_len, what="integers, the keys of each row")
     if array.shape not in ((), (batch,)):
@@ -72,8 +81,8 @@ class Consecutive:
 
     def array(self, batch: int, tokens: int) -> Array:
         """Give them as (B, Tk) int64."""
-        row = np.arange(self.start, self.start + tokens, dtype=np.int64)
-        return np.broadcast_to(row, (batch, tokens))
+        row = np.arange(self.start, self.start + tokens, dtype=np.int64) if self.start else _count(tokens)
+        return _for_all(row, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,9 @@ class Positions:
 
     def resolve(self, kv_len: Array | None) -> tuple[Array, Array | Consecutive]:
         """Give (B, Tq) and (B, Tk) int64 positions, those of the keys as `Consecutive` where they are."""
+        if self.q_pos is self.kv_pos is kv_len is None and self.kv_tokens:
+            last = np.arange(self.kv_tokens - self.q_tokens, self.kv_tokens, dtype=np.int64)
+            return _for_all(last, self.batch), Consecutive(0)
         kv_pos = self._of_keys()
         if self.q_pos is not None:
             return self._array("q_pos", self.q_pos, self.q_tokens), kv_pos
@@ -132,6 +144,25 @@ class Positions:
             raise InputError.of(name, expected="int64, where it is on a GPU", got=array.dtype)
         spread: Array = broadcast(array, (self.batch, tokens))
         return spread
+
+
+def _for_all(row: Array, batch: int) -> Array:
+    """Give every batch row the same positions."""
+    return row[None] if batch == 1 else np.broadcast_to(row, (batch, row.size))
+
+
+def _count(tokens: int) -> Array:
+    """Give 0, 1, 2 and so on, read-only, from memory that is filled anew only when it has become too short."""
+    global _counted
+    counted = _counted
+    if counted.size < tokens:
+        counted = np.arange(-(-tokens // COUNTED_ALONG) * COUNTED_ALONG, dtype=np.int64)
+        counted.flags.writeable = False
+        _counted = counted
+    return counted[:tokens]
+
+
+_counted: Array = np.empty(0, np.int64)
 
 
 def _integer(value: Any) -> bool:
