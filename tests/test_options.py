@@ -567,7 +567,7 @@ def test_lse_is_natural_unless_a_base_is_named(backend):
         assert np.allclose(back.to_lse(base="e")[1], lse, rtol=1e-6)
 
 
-@pytest.mark.parametrize("base", [10, "2", None, True, np.e])
+@pytest.mark.parametrize("base", [10, "2", None, True, np.e, np.zeros(2), [2]])
 def test_other_bases_are_refused(base):
     state = treeattn.partial_attention(**call())
     with pytest.raises(InputError, match=r"^base: expected 'e' or 2, got "):

@@ -95,6 +95,29 @@ def test_zigzag_deals_every_token_once(tokens, size):
     assert all((np.diff(each) > 0).all() for each in dealt)
 
 
+ZIGZAG = [
+    ((-1, 2, 0), "tokens: expected an integer from 0 to 2305843009213693952, got -1"),
+    ((2**70, 2, 0), "tokens: expected an integer from 0 to 2305843009213693952, got 1180591620717411303424"),
+    ((8.0, 2, 0), "tokens: expected an integer from 0 to 2305843009213693952, got 8.0"),
+    ((8, 0, 0), "size: expected an integer of at least 1, got 0"),
+    ((8, True, 0), "size: expected an integer of at least 1, got True"),
+    ((8, 2, 2), "rank: expected an integer from 0 to 1, got 2"),
+    ((8, 2, -1), "rank: expected an integer from 0 to 1, got -1"),
+    ((8, 2, None), "rank: expected an integer from 0 to 1, got None"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ZIGZAG)
+def test_zigzag_names_what_is_no_rank_of_any(arguments, message):
+    with pytest.raises(errors.InputError) as caught:
+        treeattn.zigzag(*arguments)
+    assert str(caught.value) == message
+
+
+def test_zigzag_takes_no_longer_for_more_ranks():
+    assert treeattn.zigzag(8, 2**70, 0).tolist() == [7]
+
+
 @given(each=st.integers(1, 20), size=st.integers(1, 16))
 def test_zigzag_gives_every_rank_as_many_visible_pairs(each, size):
     pairs = [int((treeattn.zigzag(2 * each * size, size, rank) + 1).sum()) for rank in range(size)]

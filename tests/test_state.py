@@ -220,7 +220,7 @@ def test_states_that_do_not_belong_together_are_refused(states, word):
         treeattn.merge(states)
 
 
-@pytest.mark.parametrize("states", [None, PartialState.identity(SHAPE), 3])
+@pytest.mark.parametrize("states", [None, PartialState.identity(SHAPE), 3, np.array(3)])
 def test_what_is_no_collection_of_states_is_refused(states):
     with pytest.raises(InputError, match=r"^states: expected an iterable of states, got "):
         treeattn.merge(states)

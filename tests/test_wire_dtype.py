@@ -123,3 +123,11 @@ def test_a_communicator_of_one_rank_sends_nothing_and_rounds_nothing():
     comm, q, (k, v) = TreeComm(wire_dtype="bfloat16"), query(), inputs(0)
     np.testing.assert_array_equal(treeattn.decode(q, k, v, comm=comm), treeattn.attention(q, k, v))
     assert comm.wire_error(comm.wire_bytes((1, 4, Q_TOKENS, WIDTH))) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"), [(((1, 4, 1),), "shape"), ((None,), "shape"), (((1, 4, 1, 8), "float16"), "dtype")]
+)
+def test_the_bytes_of_what_is_no_state_are_refused(arguments, name):
+    with TreeComm() as comm, pytest.raises(InputError, match=f"^{name}: expected"):
+        comm.wire_bytes(*arguments)

@@ -29,7 +29,7 @@ from treeattn.plan import Plan, Stats, Usage
 from treeattn.planner import plan_bcast
 from treeattn.policy import Policy
 from treeattn.session import Session
-from treeattn.state import PartialState
+from treeattn.state import PartialState, state_dtype, state_shape
 from treeattn.topology import near_card
 from treeattn.transport import Transport
 from treeattn.window import open_window
@@ -195,8 +195,8 @@ class TreeComm:
         dtype : str
             The state's.
         """
-        *rows, width = shape
-        return WireForm((*rows, width + 2), dtype, self.wire_dtype).nbytes
+        *rows, width = state_shape(shape)
+        return WireForm((*rows, width + 2), state_dtype(dtype), self.wire_dtype).nbytes
 
     def wire_error(self, payload_bytes: int, root: int | None = None) -> float:
         """Say by how much of the largest ``v``, at most, ``wire_dtype`` adds to the error of ``out``.

@@ -27,6 +27,7 @@ __all__ = [
     "Spec",
     "check_flag",
     "check_layout",
+    "check_whole",
     "resolve",
     "to_bhtd",
 ]
@@ -363,6 +364,15 @@ def check_flag(name: str, value: Any) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     raise InputError.of(name, expected="True or False", got=repr(value))
+
+
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Give ``value`` as an int if it is a whole number from ``least`` to ``most``; an InputError otherwise."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if whole and least <= value and (most is None or value <= most):
+        return int(value)
+    expected = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+    raise InputError.of(name, expected=expected, got=repr(value))
 
 
 def _positions(options: Options, used: bool, q: Array, k: Array, kv_len: Array | None) -> _PositionPair:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from treeattn.baselines import BASELINES, Baseline
 from treeattn.comm import TreeComm, as_tree_comm
 from treeattn.errors import InputError
-from treeattn.inputs import Options
+from treeattn.inputs import Options, check_whole
+from treeattn.positions import POSITION_LIMIT
 
 __all__ = ["prefill", "zigzag"]
 
@@ -137,13 +138,19 @@ def zigzag(tokens: int, size: int, rank: int) -> Array:
     array of int64
         Positions of the rank's tokens, ascending; those of all ranks together are 0 to ``tokens`` - 1.
 
+    Raises
+    ------
+    InputError
+        ``tokens`` is negative, there is no rank, or ``rank`` is none of them.
+
     Examples
     --------
     >>> import treeattn
     >>> [treeattn.zigzag(8, 2, rank).tolist() for rank in range(2)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    ends = [tokens * piece // (2 * size) for piece in range(2 * size + 1)]
-    last = 2 * size - 1 - rank
-    front, back = (np.arange(ends[piece], ends[piece + 1]) for piece in (rank, last))
-    return np.concatenate([front, back])
+    tokens, size = check_whole("tokens", tokens, 0, POSITION_LIMIT), check_whole("size", size, 1)
+    rank = check_whole("rank", rank, 0, size - 1)
+    pieces = rank, 2 * size - 1 - rank
+    ends = ((tokens * piece // (2 * size), tokens * (piece + 1) // (2 * size)) for piece in pieces)
+    return np.concatenate([np.arange(start, stop) for start, stop in ends])

@@ -22,7 +22,7 @@ from treeattn.errors import InputError
 if TYPE_CHECKING:
     from treeattn.wire_form import WireForm
 
-__all__ = ["PartialState", "StateOps", "buffer_for", "merge", "sink_logits"]
+__all__ = ["PartialState", "StateOps", "buffer_for", "merge", "sink_logits", "state_dtype", "state_shape"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -166,8 +166,8 @@ class PartialState:
             Where the state lives; the CPU by default.
         """
         ops = _ops(backend)
-        *rows, width = _state_shape(shape)
-        packed = ops.empty((*rows, width + 2), _state_dtype(dtype))
+        *rows, width = state_shape(shape)
+        packed = ops.empty((*rows, width + 2), state_dtype(dtype))
         ops.fill_identity(packed)
         return cls(packed, ops)
 
@@ -279,9 +279,11 @@ def merge(states: Iterable[PartialState], *, out: PartialState | None = None) ->
 
 
 def _listed(states: Any) -> list[PartialState]:
-    if isinstance(states, Iterable):
-        return list(states)
-    raise InputError.of("states", expected="an iterable of states", got=type(states).__name__)
+    try:
+        each = iter(states)
+    except TypeError:
+        raise InputError.of("states", expected="an iterable of states", got=type(states).__name__) from None
+    return list(each)
 
 
 def _check_mergeable(states: list[PartialState]) -> None:
@@ -336,7 +338,8 @@ def _host_floats(name: str, value: Any) -> Array:
     return array if array.dtype.kind in "iu" else as_array(name, array, FLOAT_DTYPES)
 
 
-def _state_shape(shape: Any) -> tuple[int, int, int, int]:
+def state_shape(shape: Any) -> tuple[int, int, int, int]:
+    """Give ``shape`` if it is that of a state; an InputError otherwise."""
     try:
         batch, heads, tokens, width = map(index, shape)
     except (TypeError, ValueError):
@@ -346,7 +349,8 @@ def _state_shape(shape: Any) -> tuple[int, int, int, int]:
     return batch, heads, tokens, width
 
 
-def _state_dtype(dtype: Any) -> str:
+def state_dtype(dtype: Any) -> str:
+    """Name ``dtype`` if it is that of states; an InputError otherwise."""
     name = _dtype_name(dtype)
     if name not in ("float32", "float64"):
         raise InputError.of("dtype", expected="float32 or float64", got=repr(dtype))
@@ -383,8 +387,8 @@ def sink_logits(sink: Any, heads: int, dtype: str, there: bool) -> Array | None:
 
 
 def _log_of_base(base: Any) -> float:
-    if base == "e":
+    if isinstance(base, str) and base == "e":
         return 1.0
-    if base == 2 and not isinstance(base, bool):
+    if isinstance(base, (int, float, np.number)) and not isinstance(base, bool) and base == 2:
         return math.log(2.0)
     raise InputError.of("base", expected="'e' or 2", got=repr(base))
