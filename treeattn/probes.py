@@ -128,7 +128,8 @@ class _Layout:
         swaps, trees = ([each for each in ways if each.scheme == scheme] for scheme in ("exchange", "reduce"))
         racks = len({rack_of(host) for host in self.hosts})
         alike = len(self.groups) > 2 and racks in (1, len(self.groups))  # one kind of link between hosts
-        many = [*swaps[1:2], trees[0], trees[-1]] if alike else []
+        # Only plans whose every round waits for the one before. In a tree of pairs some ranks skip rounds.
+        many = [*swaps[1:2], swaps[-1], trees[0]] if alike else []
         for radices in dict.fromkeys([swaps[0], *many]):
             yield Probe("step", largest, 1, 1, plan_allreduce(self.hosts, radices))
         if largest > 1:
