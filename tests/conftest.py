@@ -25,6 +25,9 @@ MPICH_PYTHON = TESTS.parent / ".venv-mpich" / "bin" / "python"
 LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PMIX_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDRA", "I_MPI_", "MPIR_")
 JOB_VARIABLE = "TREEATTN_TEST_JOB"
 
+SEGMENTS = "sm_segment.*", "mpich_shm_*"
+"""What Open MPI and MPICH have in /dev/shm, and leave there when a rank is killed."""
+
 # Takes the host names of all ranks, `--` and a command: sets this rank's name and becomes the command.
 BE_NAMED = """
 shift "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" && hostname "$1"
@@ -123,7 +126,7 @@ def clean_environment(extra: Mapping[str, str], runtime: Runtime | None = None, 
 
 def run_job(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> Job:
     """Run a command, of which nothing is left afterwards, whatever happens."""
-    job = uuid.uuid4().hex
+    job, start = uuid.uuid4().hex, time.time()
     process = subprocess.Popen(
         command, env={**environment, JOB_VARIABLE: job}, start_new_session=True, text=True, errors="replace",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -140,6 +143,23 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], timeout: flo
         raise pytest.fail.Exception(late, pytrace=False) from None
     finally:
         _signal_job(job, signal.SIGKILL)
+        remove_segments(start)
+
+
+def remove_segments(since: float, folder: Path = Path("/dev/shm")) -> None:
+    """Remove memory of MPI that is no older than that and that nobody maps: some containers have only 64 MB for it."""
+    found = [path for pattern in SEGMENTS for path in folder.glob(pattern)]
+    mapped = "".join(map(_maps, Path("/proc").glob("[0-9]*"))) if found else ""
+    for path in found:
+        with contextlib.suppress(OSError):  # who made it has removed it, or it is not ours
+            if path.stat().st_mtime >= since and str(path) not in mapped:
+                path.unlink()
+
+
+def _maps(process: Path) -> str:
+    with contextlib.suppress(OSError):  # it ended while we looked, or is not ours
+        return (process / "maps").read_text()
+    return ""
 
 
 def _job(rc: int, stdout: str, stderr: str) -> Job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -179,6 +180,11 @@ def test_alone_the_abort_hook_changes_nothing(monkeypatch, capsys):
     assert capsys.readouterr().err == "ValueError: only me\n"
 
 
+def shared_memory():
+    """Names of what MPI has in memory that ranks share, 4 to 16 MB each."""
+    return {path.name for name in ("sm_segment.*", "mpich_shm_*") for path in Path("/dev/shm").glob(name)}
+
+
 @pytest.mark.parametrize(
     ("how", "status", "words"),
     [
@@ -189,8 +195,10 @@ def test_alone_the_abort_hook_changes_nothing(monkeypatch, capsys):
     ],
 )
 def test_a_failing_rank_ends_the_job(mpirun, how, status, words):
+    before = shared_memory()
     job = mpirun("one_fails", 3, how, check=False, timeout=30)
     assert job.rc == status, job
+    assert shared_memory() <= before
     lines = [line for line in job.stderr.splitlines() if line.startswith("[rank ")]
     assert len(lines) == (1 if words else 0), job
     assert all(line.startswith("[rank 1 of 3, ") for line in lines)
