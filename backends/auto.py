@@ -5,14 +5,17 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from treeattn.backends.base import Attend, Backend, Capabilities, Prepared
-from treeattn.backends.memory import KVMemory
+from treeattn.backends.base import Attend, Backend, Prepared
 from treeattn.inputs import Args, Spec
-from treeattn.state import StateOps
 
 __all__ = ["AutoBackend"]
 
 ORDER = ("nvidia", "amd", "cpu")
+
+
+def _of_chosen(name: str) -> Any:
+    """Give an attribute that is the chosen backend's."""
+    return property(lambda self: getattr(self.chosen, name), doc="The chosen backend's.")
 
 
 class AutoBackend(Backend):
@@ -27,31 +30,11 @@ class AutoBackend(Backend):
 
         return next(load(name) for name in ORDER if not load(name).reasons())
 
-    @property
-    def ops(self) -> StateOps:  # type: ignore[override]
-        """The chosen backend's."""
-        return self.chosen.ops
-
-    @property
-    def memory(self) -> KVMemory:  # type: ignore[override]
-        """The chosen backend's."""
-        return self.chosen.memory
-
-    @property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """The chosen backend's."""
-        return self.chosen.capabilities
-
-    @property
-    def queues(self) -> bool:  # type: ignore[override]
-        """The chosen backend's."""
-        return self.chosen.queues
-
-    @property
-    def runtime(self) -> Any:
-        """The card of the chosen backend; without one there are no graphs, which alone ask for it."""
-        chosen: Any = self.chosen
-        return chosen.runtime
+    ops = _of_chosen("ops")
+    memory = _of_chosen("memory")
+    capabilities = _of_chosen("capabilities")
+    queues = _of_chosen("queues")
+    runtime = _of_chosen("runtime")  # without a card there is none, and there are no graphs, which alone ask for it
 
     def reasons(self, spec: Spec | None = None) -> list[str]:
         """Give the chosen backend's."""

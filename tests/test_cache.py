@@ -186,13 +186,13 @@ def test_bytes_are_those_of_the_tokens_held(make):
 
 
 BAD_CACHES = {
-    "batch": (0, "a positive integer"),
-    "kv_heads": (1.5, "an integer"),
-    "head_dim": (True, "an integer"),
-    "v_head_dim": (-1, "a positive integer"),
+    "batch": (0, "an integer of at least 1"),
+    "kv_heads": (1.5, "an integer of at least 1"),
+    "head_dim": (True, "an integer of at least 1"),
+    "v_head_dim": (-1, "an integer of at least 1"),
     "dtype": ("int8", "float32"),
-    "block_size": (0, "a positive integer"),
-    "capacity": (None, "an integer"),
+    "block_size": (0, "an integer of at least 1"),
+    "capacity": (None, "an integer of at least 1"),
     "layout": ("thbd", "'bhtd' or 'bthd'"),
 }
 

@@ -17,6 +17,7 @@ from treeattn import cli, doctor
 from treeattn.catalog import Link
 from treeattn.cli.contender import ALGORITHMS
 from treeattn.cli.options import ALGORITHM_NAMES
+from treeattn.cli.output import under_way
 from treeattn.cli.workload import Workload
 from treeattn.costs import CostModel
 from treeattn.plan import Stats
@@ -470,3 +471,13 @@ def test_a_shell_completes_names(words, offered):
     complete = BashComplete(cli.commands, {}, "treeattn", "_TREEATTN_COMPLETE")
     found = complete.get_completions(before, incomplete)
     assert " ".join(map(complete.format_completion, found)) == offered
+
+
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_what_takes_a_while_is_said_where_somebody_looks(monkeypatch, capsys, looked_at):
+    monkeypatch.setenv("FORCE_COLOR" if looked_at else "NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with under_way("asking the oracle"):
+        pass
+    printed = capsys.readouterr()
+    assert ("asking the oracle" in printed.err) is looked_at and not printed.out

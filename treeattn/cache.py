@@ -14,7 +14,7 @@ from treeattn.comm import TreeComm, as_tree_comm
 from treeattn.devices import Kind, fetch, give, kind_of, on_device
 from treeattn.distributed import Arguments, Decoding
 from treeattn.errors import InputError
-from treeattn.inputs import Layout, Options, check_flag, check_layout, to_bhtd
+from treeattn.inputs import Layout, Options, check_flag, check_layout, check_whole, to_bhtd
 from treeattn.ledger import Ledger, Segment, held_by
 from treeattn.prompt import prefill
 from treeattn.shard import Shard
@@ -91,14 +91,14 @@ class ShardedKVCache:
         self._pending: Exception | None = None
         error, settings = None, {}
         try:
-            self.batch = _count("batch", batch)
-            self.kv_heads = _count("kv_heads", kv_heads)
-            self.head_dim = _count("head_dim", head_dim)
-            self.v_head_dim = self.head_dim if v_head_dim is None else _count("v_head_dim", v_head_dim)
-            self.capacity = _count("capacity", capacity)
+            self.batch = check_whole("batch", batch, 1)
+            self.kv_heads = check_whole("kv_heads", kv_heads, 1)
+            self.head_dim = check_whole("head_dim", head_dim, 1)
+            self.v_head_dim = self.head_dim if v_head_dim is None else check_whole("v_head_dim", v_head_dim, 1)
+            self.capacity = check_whole("capacity", capacity, 1)
             self.dtype = _storage_dtype(dtype)
             self.layout: Layout = check_layout(layout)
-            self._ledger = Ledger(self.comm.size, _count("block_size", block_size))
+            self._ledger = Ledger(self.comm.size, check_whole("block_size", block_size, 1))
             self._backend = None if backend is None else find(backend)
             self._follows = backend is None
             self._shard = self._shard_of(self._backend or load(DEFAULT))
@@ -219,12 +219,11 @@ class ShardedKVCache:
             From 0 to the cache's own `length`; the same on every rank.
         """
         try:
-            if not 0 <= _whole("length", length) <= self.length:
-                raise InputError.of("length", expected=f"0 to {self.length}, the tokens in the cache", got=length)
+            length = check_whole("length", length, 0, self.length)
         except Exception as error:
             self._defer(error)
             return
-        self._ledger.truncate(int(length))
+        self._ledger.truncate(length)
 
     def decode(
         self,
@@ -440,18 +439,6 @@ class ShardedKVCache:
             if dealt:
                 self._ledger.truncate(dealt[0].start)
             self._defer(error)
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        return int(value)
-    raise InputError.of(name, expected="an integer", got=repr(value))
-
-
-def _count(name: str, value: Any) -> int:
-    if _whole(name, value) < 1:
-        raise InputError.of(name, expected="a positive integer", got=value)
-    return int(value)
 
 
 def _storage_dtype(dtype: Any) -> np.dtype[Any]:

@@ -15,16 +15,15 @@ from treeattn.costs import DEFAULT_MODEL, CostModel, cost
 from treeattn.plan import Plan
 from treeattn.probes import MOST_PARTNERS
 
-Array: TypeAlias = npt.NDArray[Any]
-
 __all__ = ["SHORTEST", "Sample", "add_steps", "fit"]
+
+Array: TypeAlias = npt.NDArray[Any]
 
 SHORTEST = 1e-3
 """Microseconds that anything takes, at least."""
 
 STEP = 0.3
 """A message that takes longer than its bytes explain, by this share of a latency, has met another protocol."""
-
 
 ENOUGH_STEPS = 3
 """Steps in one piece that tell apart what a round, a message and a call cost."""

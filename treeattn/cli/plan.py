@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -91,14 +92,14 @@ def read_shape(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return model
 
 
+def _named_option(flag: str, default: str, names: Iterable[str], text: str) -> Callable[[Any], Any]:
+    """Make an option that takes one of ``names``, which its help lists and shells complete."""
+    about = text.format(", ".join(names))
+    return click.option(flag, default=default, show_default=True, help=about, shell_complete=suggest(names))
+
+
 @click.command(epilog=EXAMPLES)
-@click.option(
-    "--model",
-    default="llama-3-8b",
-    show_default=True,
-    help=f"One of {', '.join(MODELS)}.",
-    shell_complete=suggest(MODELS),
-)
+@_named_option("--model", "llama-3-8b", MODELS, "One of {}.")
 @click.option(
     "--shape",
     callback=read_shape,
@@ -108,18 +109,10 @@ def read_shape(ctx: click.Context, param: click.Parameter, value: str | None) ->
 @click.option("--context", "tokens", callback=read_tokens, default="1M", show_default=True, help="Tokens; k is 1024.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows that are decoded together.")
 @click.option("--dtype", type=click.Choice(list(STORED)), default="bfloat16", show_default=True, help="Of the cache.")
-@click.option(
-    "--gpu", default="h100", show_default=True, help=f"One of {', '.join(DEVICES)}.", shell_complete=suggest(DEVICES)
-)
+@_named_option("--gpu", "h100", DEVICES, "One of {}.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True)
-@click.option(
-    "--link",
-    default="ib-ndr",
-    show_default=True,
-    help=f"Between nodes, one of {', '.join(LINKS)}.",
-    shell_complete=suggest(LINKS),
-)
+@_named_option("--link", "ib-ndr", LINKS, "Between nodes, one of {}.")
 @click.option("--price", type=click.FloatRange(0), help="Of a GPU and hour; shows the cost of a million tokens.")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
 @json_option
