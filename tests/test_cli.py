@@ -480,4 +480,5 @@ def test_what_takes_a_while_is_said_where_somebody_looks(monkeypatch, capsys, lo
     with under_way("asking the oracle"):
         pass
     printed = capsys.readouterr()
-    assert ("asking the oracle" in printed.err) is looked_at and not printed.out
+    assert ("asking the oracle" in printed.err) is looked_at
+    assert not printed.out
