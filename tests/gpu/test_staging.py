@@ -94,7 +94,7 @@ def test_memory_is_pinned_as_a_whole_once_and_until_it_is_freed() -> None:
 def test_what_shares_pages_or_is_refused_is_not_pinned() -> None:
     driver = Driver()
     pins = Pins(driver.register, driver.pinned.__delitem__)
-    assert not pins.pin(np.zeros(2 * mmap.PAGESIZE, np.uint8)[1:])
+    assert not pins.pin(np.frombuffer(mmap.mmap(-1, 2 * mmap.PAGESIZE), np.uint8, offset=1)), "not from a page's start"
     rooms = [own_pages(10) for _ in range(3)]
     assert [pins.pin(room) for room in rooms] == [True, True, False]
     driver.pinned.popitem()
