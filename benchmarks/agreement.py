@@ -29,6 +29,7 @@ from treeattn.cli.output import console, print_rows
 from treeattn.errors import InputError
 from treeattn.plan import Plan
 from treeattn.transport import Transport
+from treeattn.wrapping import team_of
 
 CALLS = {
     "allreduce": "allreduce",
@@ -106,7 +107,7 @@ def measure(comm: treeattn.TreeComm, heads: int, width: int, repeats: int) -> di
     rng = np.random.default_rng(comm.rank)
     q, k, v = (rng.standard_normal((1, heads, n, width), dtype=np.float32) for n in (1, 4, 4))
     state, small = treeattn.partial_attention(q, k, v), treeattn.partial_attention(q[:, :1], k[:, :1], v[:, :1])
-    plan, transport = comm.plan_for(state.nbytes), comm._channel.transport.dup()
+    plan, transport = comm.plan_for(state.nbytes), team_of(comm).channel.transport.dup()
     bare = Bare(plan, transport, state, transport.wait)
     free = Bare(plan, transport, state, unwatched(transport))
     found: dict[str, list[float]] = {"allreduce": [], "bare": [], "unwatched": []}

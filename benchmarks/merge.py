@@ -47,6 +47,7 @@ from treeattn.kernels.combine import prepare_merge
 from treeattn.kernels.window import Own
 from treeattn.launch import install_abort_hook
 from treeattn.swap import Swap
+from treeattn.wrapping import team_of
 
 Array: TypeAlias = npt.NDArray[Any]
 Call: TypeAlias = Callable[[], Array]
@@ -126,7 +127,7 @@ def trees(state: treeattn.PartialState) -> tuple[dict[str, Call], dict[str, tree
 
 def raw(comm: treeattn.TreeComm, state: treeattn.PartialState) -> dict[str, Call]:
     """Give the compiled step alone, where calls of ``comm`` are one such step."""
-    swap = comm._session.shortcut
+    swap = team_of(comm).session.shortcut
     if not isinstance(swap, Swap):
         return {}
     run, (slots, own), out = swap._run, swap._arguments, comm.allreduce(state)

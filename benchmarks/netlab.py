@@ -28,6 +28,7 @@ from treeattn.cli.workload import Workload
 from treeattn.launch import install_abort_hook
 from treeattn.published import measured_step
 from treeattn.wire import Wire
+from treeattn.wrapping import team_of
 
 ALGORITHMS = ("tree", "ring_query", "allreduce3", "ring", "dist_flash")
 SHAPE = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "tokens": 512, "dtype": "float32"}
@@ -42,12 +43,12 @@ def times(comm: treeattn.TreeComm, step: Callable[[], Any], repeats: int = REPEA
     """Run a step on all ranks at once; give the milliseconds of the slowest for each repeat but the first."""
     own = []
     for _ in range(repeats + 1):
-        ready = comm.consult("start", (), {"at": time.monotonic()})
+        ready = team_of(comm).consult("start", (), {"at": time.monotonic()})
         start = max(each["at"] for each in ready) + HEAD_START
         time.sleep(max(0.0, start - time.monotonic()))
         step()
         own.append(1e3 * (time.monotonic() - start))
-    every = comm.consult("times", (), {"own": own})
+    every = team_of(comm).consult("times", (), {"own": own})
     return [round(max(each), 3) for each in zip(*(rank["own"] for rank in every), strict=True)][1:]
 
 
@@ -62,7 +63,7 @@ def one_way(comm: treeattn.TreeComm, nbytes: int) -> float:
             wire.finish(wire.start(**end))
 
     def step() -> None:
-        comm.converse(there_and_back if comm.rank < 2 else lambda wire: None)
+        team_of(comm).converse(there_and_back if comm.rank < 2 else lambda wire: None)
 
     return statistics.median(times(comm, step)) / 2
 

@@ -26,6 +26,7 @@ from treeattn.backends.registry import Backend, find
 from treeattn.inputs import Options
 from treeattn.launch import install_abort_hook
 from treeattn.mpi_transport import MpiTransport
+from treeattn.wrapping import team_of
 
 
 class Idle(Backend):
@@ -48,11 +49,11 @@ def medians(comm: treeattn.TreeComm, runs: dict[str, Callable[[], Any]], repeats
     own: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats + 1):
         for name, run in runs.items():
-            comm.consult("start", (), {})
+            team_of(comm).consult("start", (), {})
             start = time.perf_counter()
             run()
             own[name].append(1e3 * (time.perf_counter() - start))
-    every = comm.consult("times", (), own)
+    every = team_of(comm).consult("times", (), own)
     return {name: [max(times) for times in zip(*(rank[name] for rank in every), strict=True)][1:] for name in runs}
 
 

@@ -26,6 +26,7 @@ from agreement import Bare, unwatched
 
 import treeattn
 from treeattn.cli.output import console, print_rows
+from treeattn.wrapping import team_of
 
 ROWS = {
     "memory": "a deadline of 300 s, shared memory",
@@ -57,7 +58,7 @@ def deadline(plan: str, state: treeattn.PartialState, pairs: int) -> dict[str, f
 def whole_watch(state: treeattn.PartialState, pairs: int) -> dict[str, float]:
     """Compare the plan's messages with both ways to wait."""
     with treeattn.TreeComm(plan="flat") as comm:
-        plan, transport = comm.plan_for(state.nbytes), comm._channel.transport.dup()
+        plan, transport = comm.plan_for(state.nbytes), team_of(comm).channel.transport.dup()
         watched = Bare(plan, transport, state, transport.wait)
         free = Bare(plan, transport, state, unwatched(transport))
         return paired_us(lambda: watched.merge(state), lambda: free.merge(state), pairs)

@@ -16,6 +16,7 @@ from treeattn.agreement import DIFFER, Attempt, Description, Header, Signature, 
 from treeattn.errors import CommError, InputError, MissingDependencyError
 from treeattn.plan import HEADER_BYTES
 from treeattn.testing import FakeBackend, run_ranks
+from treeattn.wrapping import team_of
 
 SPEC = importlib.util.spec_from_file_location("comm_program", Path(__file__).parent / "ranks" / "comm_program.py")
 program = importlib.util.module_from_spec(SPEC)
@@ -264,8 +265,8 @@ def test_an_error_without_words_is_told_too():
         with treeattn.TreeComm(transport) as comm:
             wrong = MuteError() if comm.rank == 1 else None
             calls = [
-                lambda: comm.exchange(Attempt(None, None, wrong or ValueError("mine"))),
-                lambda: comm.consult("consult", (), {}, wrong),
+                lambda: team_of(comm).exchange(Attempt(None, None, wrong or ValueError("mine"))),
+                lambda: team_of(comm).consult("consult", (), {}, wrong),
                 lambda: comm.bcast(Unreadable() if comm.rank == 1 else np.ones(2)),
             ]
             return [kind_of(call) for call in calls], comm.bcast(1 if comm.rank == 0 else None).item()
@@ -300,7 +301,7 @@ def test_a_long_error_is_told_in_full():
     def body(transport):
         with treeattn.TreeComm(transport) as comm:
             error = InputError(text) if comm.rank == 1 else None
-            return program.outcome(lambda: comm.consult("test", (), {}, error))[1]
+            return program.outcome(lambda: team_of(comm).consult("test", (), {}, error))[1]
 
     assert run_ranks(2, body) == [f"{text} (rank 1 on host localhost)", text]
 
@@ -312,7 +313,7 @@ def test_fields_that_cannot_travel_are_an_error_on_every_rank():
                 Signature("test", None, (), (1, 1, 1, 3), "float32"), program.state_of(0, (1, 1, 1, 1)), None,
                 check=comm.rank, details=lambda: {"x": 1 / 0} if comm.rank == 0 else {},
             )  # fmt: skip
-            return program.outcome(lambda: comm.exchange(odd))
+            return program.outcome(lambda: team_of(comm).exchange(odd))
 
     assert run_ranks(2, body) == [
         ["ZeroDivisionError", "division by zero"],
@@ -326,7 +327,7 @@ def test_numbers_equal_in_value_but_not_in_kind_differ():
             state = program.state_of(comm.rank)
             fields = (("scale", 1 if comm.rank else 1.0),)
             signature = Signature("test", None, fields, state.packed.shape, "float32")
-            return program.outcome(lambda: comm.exchange(Attempt(signature, state, None)))[0]
+            return program.outcome(lambda: team_of(comm).exchange(Attempt(signature, state, None)))[0]
 
     assert run_ranks(2, body) == ["InputError", "InputError"]
 
@@ -371,7 +372,7 @@ def test_calls_of_one_size_take_turns_without_a_message_more():
             signatures = [Signature("test", None, (("layer", n),), state.packed.shape, "float32") for n in range(3)]
             before, found = comm.stats, set()
             for n in (0, 1, 2, 1, 0):
-                found.add(program.bits(comm.exchange(Attempt(signatures[n], state, None))))
+                found.add(program.bits(team_of(comm).exchange(Attempt(signatures[n], state, None))))
             return len(found), (comm.stats - before).messages, comm.plan.predict(0).per_rank[comm.rank].messages
 
     for results, messages, predicted in run_ranks(3, body):

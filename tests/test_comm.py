@@ -19,7 +19,6 @@ import treeattn
 from treeattn import PartialState, TreeComm
 from treeattn.arrays import narrow_dtype
 from treeattn.broadcasting import broadcast
-from treeattn.comm import as_tree_comm
 from treeattn.errors import CommError, InputError, RankTimeout
 from treeattn.launch import mpirun_command
 from treeattn.plan import HEADER_BYTES, Radices, Stats
@@ -28,6 +27,7 @@ from treeattn.testing import FakeBackend, over_the_wire, run_ranks
 from treeattn.testing.oracle import assert_close, dense, tolerance
 from treeattn.testing.ranks import ThreadTransport
 from treeattn.transport import Silence
+from treeattn.wrapping import as_tree_comm, team_of
 
 RADIX = st.sampled_from([None, 2, 3])
 RADICES = st.builds(
@@ -142,7 +142,9 @@ def test_counters_equal_the_prediction(hosts, radices, deterministic):
             before = comm.stats
             comm.allreduce(states[comm.rank])
             after = comm.stats
-            assert comm.total_stats() == Stats.total(Stats(**each) for each in comm.consult("s", (), vars_of(after)))
+            assert comm.total_stats() == Stats.total(
+                Stats(**each) for each in team_of(comm).consult("s", (), vars_of(after))
+            )
             plans = comm.plan_for(states[0].nbytes, size - 1), comm.plan_for(states[0].nbytes)
             return [reduced, after - before], [
                 plan.predict(states[0].nbytes, rows).per_rank[comm.rank] for plan in plans
@@ -410,9 +412,9 @@ def test_the_timeout_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("TREEATTN_TIMEOUT", "never")
     assert message_of(TreeComm) == "TREEATTN_TIMEOUT: expected seconds, 0 for no limit, got 'never'"
     monkeypatch.setenv("TREEATTN_TIMEOUT", "")
-    assert TreeComm()._channel.transport.timeout == 300
+    assert team_of(TreeComm()).channel.transport.timeout == 300
     monkeypatch.setenv("TREEATTN_TIMEOUT", "12.5")
-    assert TreeComm()._channel.transport.timeout == 12.5
+    assert team_of(TreeComm()).channel.transport.timeout == 12.5
 
 
 @pytest.mark.parametrize("comm", ["world", 3, object()])
@@ -438,9 +440,9 @@ def test_one_process_raises_its_errors_directly():
 
 def test_one_process_imports_no_mpi():
     script = (
-        "import sys, numpy as np, treeattn\n"
+        "import sys, numpy as np, treeattn, treeattn.wrapping\n"
         "comm = treeattn.TreeComm()\n"
-        "comm.bcast(np.ones(3)); treeattn.comm.as_tree_comm(None).free(); comm.free()\n"
+        "comm.bcast(np.ones(3)); treeattn.wrapping.as_tree_comm(None).free(); comm.free()\n"
         "assert not any(name.startswith('mpi4py') for name in sys.modules)\n"
     )
     environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
@@ -478,7 +480,7 @@ def test_a_broken_communicator_is_not_wrapped_anew():
     def body(transport):
         comm = as_tree_comm(transport)
         with pytest.raises(CommError):
-            comm._channel.call(lambda: 1 / 0)
+            team_of(comm).channel.call(lambda: 1 / 0)
         assert as_tree_comm(transport) is comm
         with pytest.raises(CommError, match="broken"):
             comm.free() or comm.bcast(1)
@@ -521,7 +523,7 @@ def test_a_second_thread_gets_an_error_at_once():
         thread = threading.Thread(target=lambda: comm.bcast(1 if comm.rank == 0 else None))
         thread.start()
         if comm.rank == 0:
-            while not comm._guard.lock.locked():
+            while not team_of(comm).channel.guard.lock.locked():
                 pass
             with pytest.raises(CommError, match="in use, by another thread"):
                 comm.allreduce(states_of(1)[0])

@@ -124,9 +124,9 @@ def test_a_bare_transport_is_wrapped_once_and_remembered():
     q, k, v = arrays()
 
     def rank(transport):
-        first = treeattn.comm.as_tree_comm(transport)
+        first = treeattn.wrapping.as_tree_comm(transport)
         out = treeattn.decode(q, k[:, :, transport.rank :: 2], v[:, :, transport.rank :: 2], comm=transport)
-        assert treeattn.comm.as_tree_comm(transport) is first
+        assert treeattn.wrapping.as_tree_comm(transport) is first
         return out
 
     one, other = run_ranks(2, rank)

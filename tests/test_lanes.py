@@ -18,6 +18,7 @@ from treeattn.emulation import DelayedTransport, Delays
 from treeattn.errors import CommError, InputError
 from treeattn.lanes import IN_FLIGHT
 from treeattn.testing import run_ranks
+from treeattn.wrapping import team_of
 
 OPS = PartialState.identity((1, 1, 1, 1), backend="reference").ops
 SIZES = [3, 5, 3, 2]
@@ -53,7 +54,7 @@ def right(comm, number, heads):
 def test_any_calls_between_begin_and_end_change_nothing(hosts, calls, deterministic):
     others = {
         "allreduce": lambda comm: comm.allreduce(state_of(comm.rank, 9)),
-        "consult": lambda comm: comm.consult("test", (), {}),
+        "consult": lambda comm: team_of(comm).consult("test", (), {}),
         "bcast": lambda comm: comm.bcast(7 if comm.rank == 0 else None),
         "reduce": lambda comm: comm.reduce(state_of(comm.rank, 9)),
     }

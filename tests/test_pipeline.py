@@ -15,6 +15,7 @@ from treeattn.inputs import Options, resolve
 from treeattn.local import run_backend
 from treeattn.pipeline import parts_of
 from treeattn.testing import run_ranks
+from treeattn.wrapping import team_of
 
 BATCH, KV_HEADS, GROUP, TOKENS, WIDTH, KEYS = 2, 5, 2, 3, 8, 12
 
@@ -155,7 +156,7 @@ def test_a_wrong_number_of_groups_on_one_rank_is_raised_on_all(pipeline, others)
 OTHERS = {
     "allreduce": lambda comm: comm.allreduce(treeattn.PartialState.identity((1, 2, 1, 4))),
     "reduce": lambda comm: comm.reduce(treeattn.PartialState.identity((1, 2, 1, 4))),
-    "consult": lambda comm: comm.consult("test", (), {}),
+    "consult": lambda comm: team_of(comm).consult("test", (), {}),
     "bcast": lambda comm: comm.bcast(1.0),
     "a wrong shape": lambda comm: treeattn.decode(*arrays(0)[:2], None, comm=comm, pipeline=2),
     "a sink of its own": lambda comm: treeattn.decode(

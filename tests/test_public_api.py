@@ -61,6 +61,35 @@ def test_all_is_exact_and_every_name_is_there():
         treeattn.attenton  # noqa: B018 - looking it up is the test
 
 
+REFERENCE_PAGE = ROOT.parent / "docs" / "reference.md"
+
+
+def one_of_each():
+    """An object of each public class, by the name that the reference gives it."""
+    comm = treeattn.TreeComm()
+    return {
+        "treeattn.TreeComm": comm,
+        "treeattn.ShardedKVCache": treeattn.ShardedKVCache(comm, batch=1, kv_heads=1, head_dim=2, capacity=4),
+        "treeattn.PartialState": treeattn.PartialState.identity((1, 1, 1, 2)),
+        "treeattn.plan.Plan": comm.plan,
+        "treeattn.backends.Backend": treeattn.backends.find("cpu"),
+    }
+
+
+@pytest.mark.skipif(not REFERENCE_PAGE.exists(), reason="runs from a checkout: docs/ is not installed")
+def test_what_public_classes_have_is_what_the_reference_lists():
+    sections = re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", REFERENCE_PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    cells = {title: re.findall(r"^\|([^|]+)\|", rows, re.MULTILINE) for title, rows in sections}
+    listed = {title: sorted(re.findall(r"`(\w+)`", "".join(each))) for title, each in cells.items()}
+    assert listed == {title: [n for n in dir(each) if not n.startswith("_")] for title, each in one_of_each().items()}
+
+
+def test_what_a_backend_is_made_of_is_in_one_place():
+    assert [name for name in dir(treeattn.backends) if not name.startswith("_")] == treeattn.backends.__all__
+    assert all(getattr(treeattn.backends, name) is not None for name in treeattn.backends.__all__)
+    assert issubclass(type(treeattn.backends.find("cpu")), treeattn.backends.Backend)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -132,7 +161,8 @@ def parts_of(name):
     thing = getattr(treeattn, name)
     yield name, thing
     if inspect.isclass(thing):
-        for attribute, value in vars(thing).items():
+        for attribute in dir(thing):
+            value = inspect.getattr_static(thing, attribute)
             value = getattr(value, "__func__", getattr(value, "fget", value))
             if not attribute.startswith("_") and inspect.isfunction(value):
                 yield f"{name}.{attribute}", value
@@ -197,7 +227,9 @@ def test_attention_in_one_process_loads_no_mpi_and_no_command_line():
 
 # ---- which way imports point
 
-FOUNDATION = {"errors", "devices", "arrays", "positions", "factors", "inputs", "state", "storage", "wire_form"}
+FOUNDATION = {
+    "arrays", "checks", "devices", "errors", "factors", "inputs", "lazy", "positions", "state", "storage", "wire_form",
+}  # fmt: skip
 ABOVE_BOTH_SIDES = {"local", "distributed", "cache", "baselines", "pipeline", "prompt"}
 TOOLS = {"cli", "doctor", "testing", "__main__", "treeattn"}
 
@@ -272,7 +304,7 @@ def test_lower_layers_know_nothing_of_higher_ones(module):
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_communication_and_kernels_meet_only_in_the_entry_points(module):
     reached = reached_from(module) | {part(module)}
-    both = "comm" in reached and reached & {"kernels", "backends", "inputs"}
+    both = reached & {"comm", "team"} and reached & {"kernels", "backends", "inputs"}
     assert not both or part(module) in ABOVE_BOTH_SIDES | TOOLS
 
 

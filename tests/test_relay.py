@@ -15,6 +15,7 @@ from treeattn import PartialState, TreeComm
 from treeattn.errors import InputError, RankTimeout
 from treeattn.relay import Part
 from treeattn.testing import over_the_wire, run_ranks
+from treeattn.wrapping import team_of
 
 WAYS = ["allreduce", "to a new state", "another shape", "wrong on one rank", "decode", "root", "begin and end"]
 
@@ -40,7 +41,7 @@ def right(hosts, number, heads=3):
 
 
 def kinds(comm):
-    return type(comm._session.shortcut).__name__.strip("_")
+    return type(team_of(comm).session.shortcut).__name__.strip("_")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def leads(transport):
     ("near", "leaders"), [({1, 2}, [1, 2]), ({0, 1, 2, 3}, [0, 2]), (set(), [0, 2]), ({3}, [0, 3])], ids=str
 )
 def test_ranks_near_a_card_lead_their_hosts_and_where_none_is_known_the_first_does(monkeypatch, near, leaders):
-    monkeypatch.setattr("treeattn.comm.near_card", lambda: int(threading.current_thread().name.split()[1]) in near)
+    monkeypatch.setattr("treeattn.joining.near_card", lambda: int(threading.current_thread().name.split()[1]) in near)
     found = run_ranks(4, leads, hosts=list("aabb"))
     assert [rank for rank, leading in enumerate(found) if leading] == leaders
 

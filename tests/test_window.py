@@ -20,6 +20,7 @@ from treeattn.errors import InputError, RankTimeout
 from treeattn.plan import Radices
 from treeattn.testing import FakeBackend, over_the_wire, run_ranks
 from treeattn.window import room_for_state
+from treeattn.wrapping import team_of
 
 LARGE = 8 * window.SMALL
 
@@ -111,7 +112,7 @@ def test_decode_takes_the_short_way_and_its_check_word_counts():
             q, k, v = (np.full((1, 2, n, 4), comm.rank + 1.0, np.float32) for n in (1, 3, 3))
             sink = np.zeros(2, np.float32)
             found = [bits_of(treeattn.decode(np.ones_like(q), k, v, comm=comm, sink=sink)) for _ in range(4)]
-            assert comm._session.shortcut is not None
+            assert team_of(comm).session.shortcut is not None
             with pytest.raises(InputError, match="sink: expected the same on every rank"):
                 treeattn.decode(np.ones_like(q), k, v, comm=comm, sink=sink + comm.rank)
             return found
@@ -148,7 +149,7 @@ def test_the_largest_state_that_there_is_room_for_goes_through_memory_and_no_lar
                 grouped = [[each for each, host in zip(others, hosts, strict=True) if host == name] for name in "hi"]
                 assert bits(comm.allreduce(state)) == bits(over_the_wire([each for each in grouped if each]))
                 found.append(comm.plan_for(24 * heads).radices.inside)
-            return found, comm._session.window.room
+            return found, team_of(comm).session.window.room
 
     for (inside, above), room in run_ranks(len(hosts), body):
         assert (inside, room) == ("shared", room_for_state(hosts))
@@ -311,7 +312,9 @@ def test_room_is_made_for_larger_states_and_those_before_keep_theirs():
 
     def body(transport):
         with TreeComm(transport) as comm:
-            found = [(bits(comm.allreduce(state_of(comm.rank, each))), comm._session.window.room) for each in heads]
+            found = [
+                (bits(comm.allreduce(state_of(comm.rank, each))), team_of(comm).session.window.room) for each in heads
+            ]
             return found, comm.stats.messages
 
     right = [bits(over_the_wire([state_of(rank, each) for rank in range(3)])) for each in heads]

@@ -10,14 +10,16 @@ import numpy.typing as npt
 from treeattn.arrays import FLOAT_DTYPES, as_array, narrow_dtype, to_array
 from treeattn.backends.base import Backend
 from treeattn.backends.registry import DEFAULT, find, home_of, load
-from treeattn.comm import TreeComm, as_tree_comm
+from treeattn.checks import check_flag, check_whole
+from treeattn.comm import TreeComm
 from treeattn.devices import Kind, fetch, give, kind_of, on_device
 from treeattn.distributed import Arguments, Decoding
 from treeattn.errors import InputError
-from treeattn.inputs import Layout, Options, check_flag, check_layout, check_whole, to_bhtd
+from treeattn.inputs import Layout, Options, check_layout, to_bhtd
 from treeattn.ledger import Ledger, Segment, held_by
 from treeattn.prompt import prefill
 from treeattn.shard import Shard
+from treeattn.wrapping import as_tree_comm, team_of
 
 __all__ = ["ShardedKVCache"]
 
@@ -105,13 +107,13 @@ class ShardedKVCache:
             settings = self._settings()
         except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
             error = wrong
-        self.comm.consult("ShardedKVCache", tuple(settings.items()), {}, error)
+        team_of(self.comm).consult("ShardedKVCache", tuple(settings.items()), {}, error)
 
     def _settings(self) -> dict[str, Any]:
         """Give what must be the same on every rank, lest they deal tokens differently."""
         names = ("batch", "kv_heads", "head_dim", "v_head_dim", "capacity", "layout")
         chosen = {name: getattr(self, name) for name in names}
-        return {**chosen, "dtype": self.dtype.name, "block_size": self._ledger.block_size}
+        return {**chosen, "dtype": self.dtype.name, "block_size": self.block_size}
 
     def _shard_of(self, backend: Backend) -> Shard:
         """Make an empty shard in a backend's memory."""
@@ -126,6 +128,11 @@ class ShardedKVCache:
             dtype=self.dtype,
             share=min(self.capacity, -(-self.capacity // self.comm.size) + self._ledger.block_size),
         )
+
+    @property
+    def block_size(self) -> int:
+        """Consecutive appended tokens that go to one rank before the next rank's turn."""
+        return self._ledger.block_size
 
     @property
     def length(self) -> int:
@@ -205,7 +212,7 @@ class ShardedKVCache:
             error = error or wrong
         tokens = 0 if error else k.shape[2]
         fields = (("cache length", self.length),)
-        lengths = [each["tokens"] for each in self.comm.consult("prefill", fields, {"tokens": tokens}, error)]
+        lengths = [each["tokens"] for each in team_of(self.comm).consult("prefill", fields, {"tokens": tokens}, error)]
         self._check_room(sum(lengths))
         start = self.length + sum(lengths[: self.comm.rank])
         self._keep(start, self._ledger.prefill(lengths), k, v, kinds)
@@ -259,7 +266,7 @@ class ShardedKVCache:
             As `treeattn.decode`.
         """
         decoding = Decoding(
-            self.comm,
+            team_of(self.comm),
             root=root,
             return_lse=return_lse,
             sink=sink,
@@ -314,7 +321,7 @@ class ShardedKVCache:
             As `treeattn.prefill`: this rank's rows.
         """
         same = (("cache length", self.length), ("tokens of each rank", tuple(self._ledger.counts)))
-        self.comm.consult("attend", same, {}, self._take_pending() or self._cannot_travel())
+        team_of(self.comm).consult("attend", same, {}, self._take_pending() or self._cannot_travel())
         return prefill(
             q,
             self._held(self._shard.k),

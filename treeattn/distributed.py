@@ -13,7 +13,8 @@ import numpy as np
 
 from treeattn.agreement import Attempt, Signature
 from treeattn.arrays import to_array
-from treeattn.comm import TreeComm, as_tree_comm
+from treeattn.attempts import check_travels
+from treeattn.checks import check_root
 from treeattn.devices import fetch, on_device
 from treeattn.errors import InputError
 from treeattn.groups import Beside
@@ -21,8 +22,10 @@ from treeattn.inputs import Options, Spec, resolve
 from treeattn.local import compute_state, deliver
 from treeattn.pipeline import Part, check_pipeline, compute_part, parts_of, together
 from treeattn.state import PartialState, sink_logits
+from treeattn.team import Team
+from treeattn.wrapping import team_of
 
-__all__ = ["Arguments", "Decoding", "agreed_fields", "check_positions", "check_root", "decode", "fingerprints"]
+__all__ = ["Arguments", "Decoding", "agreed_fields", "check_positions", "decode", "fingerprints"]
 
 Arguments: TypeAlias = tuple[Any, Any, Any, Options]
 """q, k, v and the options of one call, not yet validated."""
@@ -120,9 +123,7 @@ def decode(
         kv_dtype=kv_dtype,
         layout=layout,
     )
-    decoding = Decoding(
-        as_tree_comm(comm), root=root, return_lse=return_lse, sink=sink, backend=backend, pipeline=pipeline
-    )
+    decoding = Decoding(team_of(comm), root=root, return_lse=return_lse, sink=sink, backend=backend, pipeline=pipeline)
     return decoding(lambda: (q, k, v, options))
 
 
@@ -132,14 +133,14 @@ class Decoding:
 
     Parameters
     ----------
-    comm : TreeComm
+    team : Team
     root, return_lse, sink, backend, pipeline
         As in `decode`.
     shared : tuple of (str, value)
         More that every rank must agree on, by the names that an error would call it; values that JSON can carry.
     """
 
-    comm: TreeComm
+    team: Team
     root: int | None = None
     return_lse: bool = False
     sink: Any = None
@@ -152,12 +153,12 @@ class Decoding:
         try:
             groups = check_pipeline(self.pipeline)
         except InputError as error:
-            self.comm.exchange(Attempt(None, None, error))
+            self.team.exchange(Attempt(None, None, error))
             raise
         if groups > 1:
             return self._in_groups(arguments, groups)
         attempt, finish = self._attempt(arguments)
-        state = self.comm.exchange(attempt, out=attempt.state)  # which is ours
+        state = self.team.exchange(attempt, out=attempt.state)  # which is ours
         if state is None or finish is None:
             return (None, None) if self.return_lse else None
         return finish(state)
@@ -170,7 +171,7 @@ class Decoding:
             return Attempt(None, None, error), None
 
     def _computed(self, q: Any, k: Any, v: Any, options: Options) -> tuple[Attempt, Callable[[PartialState], Any]]:
-        check_root(self.root, self.comm.size)
+        check_root(self.root, self.team.size)
         spec, state = compute_state(q, k, v, options, self.backend)
         sink = self._checked(spec, options)
         attempt = self._attempt_of(_signature(spec, self.root), state, self._shared(q, sink))
@@ -178,8 +179,8 @@ class Decoding:
 
     def _checked(self, spec: Spec, options: Options) -> Any:
         """Refuse what a call over several ranks can't do; give the sink as it is used."""
-        self.comm.check_dtype(spec.state_dtype)
-        if self.comm.size > 1 and spec.positional:
+        check_travels(spec.state_dtype, self.team.channel.wire_dtype)
+        if self.team.size > 1 and spec.positional:
             check_positions(options)
         return sink_logits(self.sink, spec.q_heads, spec.state_dtype, spec.on_device)
 
@@ -198,14 +199,14 @@ class Decoding:
             whole = self._whole(*arguments(), groups)
         except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised here
             whole = error
-        merged = self.comm.in_groups(groups, partial(self._group, whole))
+        merged = self.team.in_groups(groups, partial(self._group, whole))
         assert not isinstance(whole, Exception), "the first exchange has raised it"
         if None in merged:
             return (None, None) if self.return_lse else None
         return deliver(together(whole.spec, whole.parts, merged), whole.spec, whole.sink, self.return_lse)
 
     def _whole(self, q: Any, k: Any, v: Any, options: Options, groups: int) -> _Whole:
-        check_root(self.root, self.comm.size)
+        check_root(self.root, self.team.size)
         spec, args = resolve(q, k, v, options)
         sink = self._checked(spec, options)
         return _Whole(spec, parts_of(spec, args, groups), sink, self._shared(q, sink))
@@ -253,14 +254,6 @@ def agreed_fields(spec: Spec) -> tuple[tuple[str, Any], ...]:
         ("window", spec.window),
         ("layout", spec.layout),
     )
-
-
-def check_root(root: Any, size: int) -> None:
-    """Refuse a root that is no rank."""
-    if root is None:
-        return
-    if not isinstance(root, (int, np.integer)) or isinstance(root, bool) or not 0 <= root < size:
-        raise InputError.of("root", expected=f"None or a rank from 0 to {size - 1}", got=repr(root))
 
 
 def check_positions(options: Options) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import treeattn
 from treeattn.errors import TreeattnError
 from treeattn.launch import find_runtime, launched
+from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:
     from treeattn.comm import TreeComm
@@ -226,7 +227,7 @@ def _same_bits(comm: TreeComm) -> Check:
 
 
 def _gpu_mpi(comm: TreeComm) -> Check:
-    families, reason = comm.gpu_mpi
+    families, reason = team_of(comm).channel.gpu_memory
     if not families:
         return Check("GPU-aware MPI", f"no: {reason}; states of GPUs travel through pinned host memory")
     return Check("GPU-aware MPI", f"{' and '.join(families)}: {reason}; not yet run on a card")
@@ -234,7 +235,7 @@ def _gpu_mpi(comm: TreeComm) -> Check:
 
 def _same(name: str, comm: TreeComm, mine: str) -> Check:
     """Compare one line of text over the ranks."""
-    every = [each["text"] for each in comm.consult(name, (), {"text": mine})]
+    every = [each["text"] for each in team_of(comm).consult(name, (), {"text": mine})]
     if len(set(every)) == 1:
         return Check(name, f"{mine}, the same on {comm.size} ranks" if comm.size > 1 else mine)
     finding = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(every))

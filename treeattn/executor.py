@@ -189,7 +189,7 @@ class Exchange:
         if self.plan.root not in (None, self.transport.rank):
             return None
         if out is None:
-            out = state.like(state.ops.empty(self.form.shape, self.form.dtype))
+            out = state._like(state.ops.empty(self.form.shape, self.form.dtype))
         self._store(out)
         return out
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import FLOAT_DTYPES, KV_DTYPES, as_array, cast, dtype_name, reinterpret, to_array
+from treeattn.checks import check_flag
 from treeattn.devices import Kind, always_on_device, broadcast, kind_of, on_device
 from treeattn.errors import InputError
 from treeattn.factors import block_scale, dot_scale, softcap_of
@@ -25,9 +26,7 @@ __all__ = [
     "Layout",
     "Options",
     "Spec",
-    "check_flag",
     "check_layout",
-    "check_whole",
     "resolve",
     "to_bhtd",
 ]
@@ -357,22 +356,6 @@ def _check_small_places(args: Args) -> None:
 def _check_axis(name: str, axis: str, got: int, expected: int, whose: str) -> None:
     if got != expected:
         raise InputError.of(name, expected=f"{whose} {axis} of {expected}", got=got)
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """Give ``value`` as a bool if it is one; an InputError otherwise."""
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    raise InputError.of(name, expected="True or False", got=repr(value))
-
-
-def check_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Give ``value`` as an int if it is a whole number from ``least`` to ``most``; an InputError otherwise."""
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if whole and least <= value and (most is None or value <= most):
-        return int(value)
-    expected = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
-    raise InputError.of(name, expected=expected, got=repr(value))
 
 
 def _positions(options: Options, used: bool, q: Array, k: Array, kv_len: Array | None) -> _PositionPair:

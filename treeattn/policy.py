@@ -9,10 +9,10 @@ from typing import Any
 from treeattn.calibration import Calibration, calibrate
 from treeattn.channel import Channel
 from treeattn.choosing import choose_radices
-from treeattn.joining import Settings
 from treeattn.plan import Plan
 from treeattn.planner import plan_allreduce, plan_reduce
 from treeattn.radices import Radices
+from treeattn.settings import Settings
 from treeattn.window import Window
 from treeattn.wire_form import WireForm
 

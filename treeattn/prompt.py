@@ -8,10 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.baselines import BASELINES, Baseline
-from treeattn.comm import TreeComm, as_tree_comm
+from treeattn.checks import check_whole
 from treeattn.errors import InputError
-from treeattn.inputs import Options, check_whole
+from treeattn.inputs import Options
 from treeattn.positions import POSITION_LIMIT
+from treeattn.team import Team
+from treeattn.wrapping import team_of
 
 __all__ = ["prefill", "zigzag"]
 
@@ -107,19 +109,18 @@ def prefill(
         kv_dtype=kv_dtype,
         layout=layout,
     )
-    comm = as_tree_comm(comm)
-    prepared = _named(algorithm, comm).prepare(
+    prepared = _named(algorithm, team_of(comm)).prepare(
         q, k, v, options, comm=comm, return_lse=return_lse, sink=sink, backend=backend, replicated=False
     )
     prepared.run()
     return prepared.result()
 
 
-def _named(algorithm: Any, comm: TreeComm) -> Baseline:
+def _named(algorithm: Any, team: Team) -> Baseline:
     if isinstance(algorithm, str) and algorithm in ALGORITHMS:
         return ALGORITHMS[algorithm]
     known = " or ".join(map(repr, ALGORITHMS))
-    comm.consult("prefill", (), {}, InputError.of("algorithm", expected=known, got=repr(algorithm)))
+    team.consult("prefill", (), {}, InputError.of("algorithm", expected=known, got=repr(algorithm)))
     raise AssertionError("consult raises what it is given")
 
 

@@ -86,7 +86,7 @@ class Shortcut(ABC):
         if self._guard.reason is not None or not self._enter(False):
             return None
         try:
-            merged: PartialState = state.like(np.empty(self._shape, self._dtype)) if out is None else out
+            merged: PartialState = state._like(np.empty(self._shape, self._dtype)) if out is None else out
             check = 0 if attempt is None else attempt.check
             if check != self._checked:
                 self._check[0] = self._checked = check

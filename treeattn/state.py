@@ -171,7 +171,7 @@ class PartialState:
         ops.fill_identity(packed)
         return cls(packed, ops)
 
-    def like(self, packed: Array) -> PartialState:
+    def _like(self, packed: Array) -> PartialState:
         """Make a state of ``packed``, of this one's backend and kind."""
         return PartialState(packed, self.ops, self.kind)
 

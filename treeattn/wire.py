@@ -36,7 +36,7 @@ class Pending:
 
 
 class Wire:
-    """The messages of one collective operation; `TreeComm.converse` gives one.
+    """The messages of one collective operation; `treeattn.team.Team.converse` gives one.
 
     Both ends know beforehand how long a message is: an empty one is not sent at all. Messages between two ranks
     arrive in the order in which they were started.

@@ -18,6 +18,7 @@ from treeattn.backends import cupy_nccl
 from treeattn.errors import BackendError, InputError, RankTimeout
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
+from treeattn.wrapping import team_of
 
 
 def merged_in_rank_order(size: int) -> bytes:
@@ -125,7 +126,7 @@ def test_an_asynchronous_error_breaks_the_communicator(backends: Any) -> None:
         comm = TreeComm(transport, plan="nccl")
         mine: PartialState = on_card(state_of(comm.rank), backends[comm.rank])
         comm.allreduce(mine)
-        group: Any = comm._channel.cards.group  # type: ignore[union-attr]
+        group: Any = team_of(comm).channel.cards.group  # type: ignore[union-attr]
         group.error = RuntimeError("NCCL_ERROR_UNHANDLED_CUDA_ERROR")
         with pytest.raises(treeattn.errors.CommError) as caught:
             comm.allreduce(mine)
@@ -148,7 +149,7 @@ def test_a_card_that_never_ends_is_given_up_at_the_deadline(backends: Any, monke
         monkeypatch.setattr(backends[0].runtime, "mark", lambda: lambda: False)
         with pytest.raises(RankTimeout, match=r"nothing came from rank 1 on host localhost for 0\.2 s"):
             comm.allreduce(mine)
-        return str(comm._channel.cards.group.ended)  # type: ignore[union-attr]
+        return str(team_of(comm).channel.cards.group.ended)  # type: ignore[union-attr]
 
     assert run_ranks(2, body) == ["aborted", ""]
 

@@ -14,6 +14,7 @@ from treeattn.inputs import Options
 from treeattn.launch import install_abort_hook
 from treeattn.mpi_transport import world_transport
 from treeattn.testing.oracle import assert_attention
+from treeattn.wrapping import team_of
 
 install_abort_hook()
 algorithms = {**BASELINES, "ulysses_gqa": Ulysses(replicate_kv=True)}
@@ -30,7 +31,7 @@ with treeattn.TreeComm() as comm:
         assert counted == algorithm.cost(prepared.problem).stats(comm.rank), name
         out, lse = prepared.result()
         assert_attention((out, lse), q, k, v)
-        digests = comm.consult("bits", (), {"bits": hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()})
+        digests = team_of(comm).consult("bits", (), {"bits": hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()})
         assert not algorithm.same_bits or len({each["bits"] for each in digests}) == 1, name
         checked.append(name)
         collectives[name] = counted.collectives

@@ -13,9 +13,9 @@ import numpy as np
 from mpi4py import MPI
 
 import treeattn
-from treeattn.comm import as_tree_comm
 from treeattn.errors import CommError, RankTimeout
 from treeattn.mpi_transport import MpiTransport
+from treeattn.wrapping import as_tree_comm, team_of
 
 
 def say(**found):
@@ -143,7 +143,7 @@ def flight_silent():
         comm.allreduce(state(comm.rank))  # compiles, which must not count as silence
     comm = treeattn.TreeComm(hosts=list("abc"), plan="2,2")
     comm.allreduce_begin(state(comm.rank)).end()
-    comm._channel.transport.timeout = 1.5  # only now: on a busy machine the first may take longer
+    team_of(comm).channel.transport.timeout = 1.5  # only now: on a busy machine the first may take longer
     first = comm.allreduce_begin(state(comm.rank))
     if comm.rank == 2:
         time.sleep(300)

@@ -16,6 +16,7 @@ import treeattn
 from treeattn.agreement import Attempt
 from treeattn.state import PartialState
 from treeattn.testing import over_the_wire
+from treeattn.wrapping import team_of
 
 SHAPE = (1, 4, 1, 6)
 
@@ -61,7 +62,7 @@ GOOD = {
     "reduce to last": lambda comm: bits(comm.reduce(state_of(comm.rank), root=comm.size - 1)),
     "bcast": lambda comm: comm.bcast(np.arange(7) if comm.rank == 0 else None).tolist(),
     "bcast from last": lambda comm: comm.bcast(np.eye(2, 3) + comm.rank, root=comm.size - 1).tolist(),
-    "consult": lambda comm: comm.consult("consult", (("field", [1, "x"]),), {"rank": comm.rank}),
+    "consult": lambda comm: team_of(comm).consult("consult", (("field", [1, "x"]),), {"rank": comm.rank}),
     "total_stats": lambda comm: comm.total_stats().messages >= 0,
 }
 
@@ -70,9 +71,9 @@ BAD = {
     "no state": lambda comm: comm.allreduce(None),
     "root out of range": lambda comm: comm.reduce(state_of(comm.rank), root=99),
     "root is no number": lambda comm: comm.reduce(state_of(comm.rank), root="0"),
-    "kernel out of memory": lambda comm: comm.exchange(Attempt(None, None, MemoryError("no room for scores"))),
+    "kernel out of memory": lambda comm: team_of(comm).exchange(Attempt(None, None, MemoryError("no room for scores"))),
     "array of objects": lambda comm: comm.bcast(np.array([object()]), root=comm.rank),
-    "error in consult": lambda comm: comm.consult("consult", (), {}, ValueError("not mine")),
+    "error in consult": lambda comm: team_of(comm).consult("consult", (), {}, ValueError("not mine")),
     "wrong out": lambda comm: comm.allreduce(state_of(comm.rank), out=state_of(comm.rank, dtype="float64")),
 }
 

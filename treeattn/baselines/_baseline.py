@@ -17,15 +17,17 @@ from treeattn.backends.base import Backend
 from treeattn.backends.registry import find, following
 from treeattn.baselines._call import Call, Holding
 from treeattn.baselines._parcel import Manifest
-from treeattn.comm import TreeComm, as_tree_comm
-from treeattn.distributed import agreed_fields, check_positions, check_root, fingerprints
+from treeattn.checks import check_root
+from treeattn.distributed import agreed_fields, check_positions, fingerprints
 from treeattn.errors import InputError
 from treeattn.inputs import Args, Options, Spec, resolve
 from treeattn.local import deliver
 from treeattn.pipeline import check_pipeline
 from treeattn.plan import Stats
 from treeattn.state import PartialState, sink_logits
+from treeattn.team import Team
 from treeattn.wire import Wire
+from treeattn.wrapping import team_of
 
 __all__ = ["Baseline", "Cost", "Prepared", "Problem", "RankCost"]
 
@@ -243,31 +245,31 @@ class Baseline(ABC):
         replicated: bool = True,
     ) -> Prepared:
         """Agree with the other ranks on a call that can then be run, and timed, any number of times; collective."""
-        comm, found, error = as_tree_comm(comm), None, None
+        team, found, error = team_of(comm), None, None
         try:
             _check_whole(pipeline)
-            found = self._own(q, k, v, options, comm, root, sink, backend, replicated)
+            found = self._own(q, k, v, options, team.size, root, sink, backend, replicated)
         except Exception as wrong:  # whatever it is, the other ranks must hear of it before it is raised here
             error = wrong
         fields, values = ((), {}) if found is None else (found[0], found[3].to_json())
-        told = comm.consult(self.name, fields, values, error)
+        told = team.consult(self.name, fields, values, error)
         assert found is not None, "whose error was raised"
         _, spec, args, _, sink, backend = found
         holdings = [Holding.from_json(each) for each in told]
-        call = Call(comm.rank, comm.size, spec, args, holdings, backend, root, replicated)
-        return Prepared(self, comm, call, sink, return_lse)
+        call = Call(team.rank, team.size, spec, args, holdings, backend, root, replicated)
+        return Prepared(self, team, call, sink, return_lse)
 
     def _own(
-        self, q: Any, k: Any, v: Any, options: Options, comm: TreeComm, root: Any, sink: Any, backend: Any, same: bool
+        self, q: Any, k: Any, v: Any, options: Options, size: int, root: Any, sink: Any, backend: Any, same: bool
     ) -> tuple[Fields, Spec, Args, Holding, Any, Backend]:
         """Validate this rank's arguments; give what must be the same everywhere, and what others must know."""
-        check_root(root, comm.size)
+        check_root(root, size)
         spec, args = resolve(q, k, v, options)
-        if comm.size > 1 and spec.positional:
+        if size > 1 and spec.positional:
             check_positions(options)
         _check_on_host(args)
         backend = find(following(spec) if backend is None else backend, spec)
-        if reason := self.refusal(spec, comm.size):
+        if reason := self.refusal(spec, size):
             raise reason
         sink = sink_logits(sink, spec.q_heads, spec.state_dtype, spec.on_device)
         fields = agreed_fields(spec) if same else _fields_of_spread(spec)
@@ -300,7 +302,7 @@ class Prepared:
     """A call on which all ranks have agreed."""
 
     baseline: Baseline
-    comm: TreeComm
+    team: Team
     call: Call
     sink: Any
     return_lse: bool
@@ -309,15 +311,16 @@ class Prepared:
     @property
     def problem(self) -> Problem:
         """What `Baseline.cost` needs."""
-        return Problem(self.comm.hosts, self.call, self.comm.native_allreduce)
+        channel = self.team.channel
+        return Problem(channel.hosts, self.call, channel.transport.native_allreduce)
 
     def run(self) -> None:
         """Compute and send; collective. An error of this rank's own is kept for `result`."""
-        self.state = self.comm.converse(lambda wire: self.baseline.run(self.call, wire))
+        self.state = self.team.converse(lambda wire: self.baseline.run(self.call, wire))
 
     def result(self) -> Any:
         """Give what `treeattn.decode` would, or raise any rank's error on every rank; collective."""
-        self.comm.consult(self.baseline.name, (), {}, self.call.error)
+        self.team.consult(self.baseline.name, (), {}, self.call.error)
         return self.deliver()
 
     def deliver(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from treeattn.choosing import candidates, estimate
 from treeattn.comm import TreeComm
 from treeattn.errors import InputError
 from treeattn.state import PartialState
+from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,10 +96,11 @@ def _state(rank: int, payload: int) -> PartialState:
 
 def _measure(radices: Radices, predicted_us: float, hosts: tuple[str, ...], state: PartialState) -> Measured:
     with TreeComm(hosts=hosts, plan=radices) as comm:
+        consult = partial(team_of(comm).consult, "topology", ())
         first = [_elapsed(comm, state) for _ in range(4)]
-        slowest = max(each["seconds"] for each in comm.consult("topology", (), {"seconds": float(np.median(first))}))
+        slowest = max(each["seconds"] for each in consult({"seconds": float(np.median(first))}))
         times = [_elapsed(comm, state) for _ in range(int(min(max(SECONDS / slowest, FEWEST), MOST)))]
-        told = comm.consult("topology", (), {"us": [1e6 * float(np.quantile(times, at)) for at in (0.5, 0.99)]})
+        told = consult({"us": [1e6 * float(np.quantile(times, at)) for at in (0.5, 0.99)]})
         p50, p99 = (max(each) for each in zip(*(each["us"] for each in told), strict=True))
         return Measured(str(radices), predicted_us, p50, p99)
 

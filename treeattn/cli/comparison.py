@@ -14,6 +14,7 @@ import numpy.typing as npt
 from treeattn.cli.contender import Contender, contender
 from treeattn.errors import InputError
 from treeattn.plan import Stats
+from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:
     from treeattn.cli.workload import Workload
@@ -155,13 +156,13 @@ def _measured(
         "peak": peak,
         "error": float(np.max(np.abs(out.astype(np.float64) - right[0]), initial=0)),
     }
-    ranks = comm.consult("a row of the comparison", (), own)
+    ranks = team_of(comm).consult("a row of the comparison", (), own)
     return {**_times(ranks), **_forecast(ranks, found, model), **_counts(ranks), "limit": right[1], "plan": found.plan}
 
 
 def _timed(comm: TreeComm, step: Callable[[], Any], timing: Timing) -> float:
     clock = timing.clock
-    ready = comm.consult("start of a step", (), {"at": clock()})
+    ready = team_of(comm).consult("start of a step", (), {"at": clock()})
     start = clock()
     if timing.head_start:
         start = max(start, max(each["at"] for each in ready) + timing.head_start * comm.size)

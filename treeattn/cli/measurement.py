@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from treeattn.cli.contender import FirstStep, contender
 from treeattn.plan import Stats
+from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:
     from treeattn.cli.workload import Workload
@@ -88,10 +89,10 @@ def _counted(comm: TreeComm, step: Callable[[], Any]) -> Stats:
 
 def _total(comm: TreeComm, own: Stats) -> Stats:
     """Add up every rank's share."""
-    return Stats.total(Stats(**each) for each in comm.consult("count of a step", (), asdict(own)))
+    return Stats.total(Stats(**each) for each in team_of(comm).consult("count of a step", (), asdict(own)))
 
 
 def _same_bits(comm: TreeComm, out: Array) -> bool:
     digest = hashlib.sha256(out.tobytes()).hexdigest()
-    every = comm.consult("bits of a result", (), {"digest": digest})
+    every = team_of(comm).consult("bits of a result", (), {"digest": digest})
     return len({each["digest"] for each in every}) == 1
