@@ -13,7 +13,7 @@ import zlib
 import numpy as np
 
 import treeattn
-from treeattn.backends.registry import available
+from treeattn.backends import available
 
 PROMPT, NEW = 2000, 8
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 import treeattn
-from treeattn.backends.base import Backend, Prepared
-from treeattn.backends.host import HostOps
+from treeattn.backends import Backend, HostOps, Prepared
 from treeattn.errors import BackendError
 from treeattn.inputs import Args, Spec
 

@@ -6,8 +6,9 @@ mpi4py and the backends are imported when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from treeattn.lazy import lazily
 
 if TYPE_CHECKING:
     from treeattn import backends, baselines, errors, kernels, testing
@@ -44,27 +45,17 @@ _HOMES = {
     "ShardedKVCache": "cache",
     "TreeComm": "comm",
     "attention": "local",
+    "backends": "backends",
+    "baselines": "baselines",
     "decode": "distributed",
     "energy": "local",
+    "errors": "errors",
+    "kernels": "kernels",
     "merge": "state",
     "partial_attention": "local",
     "prefill": "prompt",
+    "testing": "testing",
     "zigzag": "prompt",
 }
-_SUBMODULES = ("backends", "baselines", "errors", "kernels", "testing")
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its home, on first use."""
-    if name in _SUBMODULES:
-        return importlib.import_module(f"treeattn.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'treeattn' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"treeattn.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """Name what is public, and what every module has; not what this file itself imports."""
-    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})
+__getattr__, __dir__ = lazily(__name__, _HOMES)

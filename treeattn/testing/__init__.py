@@ -5,8 +5,9 @@ Nothing heavy is imported until it is used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from treeattn.lazy import lazily
 
 if TYPE_CHECKING:
     from treeattn.testing.conformance import BackendConformance
@@ -23,14 +24,4 @@ _HOMES = {
     "run_ranks": "ranks",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its home, on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'treeattn.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"treeattn.testing.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    """Name what is public, and what every module has."""
-    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})
+__getattr__, __dir__ = lazily(__name__, _HOMES)

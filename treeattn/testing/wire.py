@@ -34,7 +34,7 @@ def over_the_wire(states: Nested) -> PartialState:
     while not isinstance(first, PartialState):
         first = first[0]
     form = WireForm(first._packed.shape, first.dtype.name)
-    merged = first.like(first.ops.empty(form.shape, form.dtype))
+    merged = first._like(first.ops.empty(form.shape, form.dtype))
     first.ops.prepare_unpack(_rows(states, form), form)(merged._packed)
     return merged
 
