@@ -14,11 +14,12 @@ from treeattn import PartialState, TreeComm, calibration
 from treeattn.calibration import Calibration
 from treeattn.catalog import Link
 from treeattn.choosing import choose_radices
-from treeattn.costs import DEFAULT_MODEL, CostModel, cost
+from treeattn.costs import DEFAULT_MODEL, CostModel
 from treeattn.emulation import DelayedTransport, Delays
 from treeattn.fitting import Sample, add_steps, fit
 from treeattn.plan import HEADER_BYTES
 from treeattn.planner import plan_allreduce
+from treeattn.pricing import cost
 from treeattn.probes import probes_for
 from treeattn.radices import Radices
 from treeattn.saved import check_plan

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from treeattn.catalog import Link
 from treeattn.choosing import candidates, choose_radices, estimate
-from treeattn.costs import DEFAULT_MODEL, PRESETS, CostModel, cost
+from treeattn.costs import DEFAULT_MODEL, PRESETS, CostModel
 from treeattn.planner import plan_allreduce
+from treeattn.pricing import cost
 from treeattn.radices import Radices
 
 STATE = 16640

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from treeattn.catalog import LINKS, Link
 from treeattn.choosing import choose_radices
-from treeattn.costs import DEFAULT_MODEL, PRESETS, Cost, CostModel, cost, read_model
+from treeattn.costs import DEFAULT_MODEL, PRESETS, Cost, CostModel, read_model
 from treeattn.errors import InputError
 from treeattn.plan import HEADER_BYTES, Radices
 from treeattn.planner import plan_allreduce
+from treeattn.pricing import cost
 
 PAYLOAD = 16640
 RECORD = HEADER_BYTES + PAYLOAD
@@ -38,6 +40,30 @@ def test_an_exchange_pays_a_latency_a_round_a_gap_a_message_and_every_other_stat
     assert terms.injection == pytest.approx(3.0 * 2 * sent.messages), "a call at each end"
     assert terms.transfer == pytest.approx((hosts - 1) * RECORD / 2e3, rel=1e-6)
     assert terms.merge == pytest.approx(0, abs=1e-6)
+
+
+@given(st.integers(2, 70))
+@settings(deadline=None, max_examples=40)
+def test_a_tree_of_pairs_pays_for_its_longest_chain_of_messages(hosts):
+    """State i comes to the root by as many messages as i has binary digits 1; others are under way meanwhile."""
+    plan = plan_allreduce(singles(hosts), Radices(between=2, scheme="reduce"))
+    priced = cost(plan, PAYLOAD, model_of(between=Link(100.0, 1e12, "")))
+    longest = max(state.bit_count() for state in range(hosts))
+    assert priced.terms.latency == 2 * longest * 100.0
+    assert sum(each.latency > 0 for each in priced.rounds) == 2 * longest
+    assert sum(each.total for each in priced.rounds) == pytest.approx(priced.total_us)
+
+
+def test_a_rank_that_begins_when_all_has_come_is_busy_and_pays_no_latency():
+    """Host a merges 1 MB first, for 2 * 1000 us; host b's message is there after 10."""
+    model = CostModel(FREE, Link(10.0, 1e12, "", gap_us=1.0, jitter_us=5.0), merge_gb_per_s=1.0)
+    up, across, down = cost(plan_allreduce(["a", "a", "b"]), 10**6, model).rounds
+    assert up.merge == across.merge == 2000.0
+    assert (across.latency, across.injection, across.jitter) == (10.0, 2.0, 5.0), "to b, which waits"
+    assert down == Cost()
+    late = cost(plan_allreduce(["a", "a", "b"]), 10**6, replace(model, inside=Link(11.0, 1e12, ""))).rounds
+    assert [each.latency for each in late] == [11.0, 0.0, 11.0]
+    assert (late[1].injection, late[1].jitter) == (2.0, 0.0)
 
 
 @pytest.mark.parametrize(("hosts", "radix", "handshakes"), [(8, None, 0), (8, 2, 1), (8, 4, 1), (4, 2, 0), (16, 2, 2)])

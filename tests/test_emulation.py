@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,16 @@ import pytest
 import treeattn
 from treeattn import errors
 from treeattn.catalog import Link, Model
+from treeattn.choosing import candidates
 from treeattn.clocks import OwnTime
-from treeattn.costs import CostModel, cost
+from treeattn.costs import CostModel
 from treeattn.emulation import DelayedTransport, Delays
 from treeattn.forecast import Cluster, Demand, forecast
 from treeattn.inputs import Options
+from treeattn.plan import Plan
+from treeattn.planner import plan_allreduce, plan_reduce
+from treeattn.pricing import cost
+from treeattn.radices import Radices
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
 
@@ -114,18 +121,63 @@ def test_the_forecast_of_the_wire_is_what_is_emulated(hosts):
         assert max(elapsed(apart(hosts), run)) == pytest.approx(forecast(name, Demand(model, 64), cluster).wire)
 
 
-@pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a", "b", "b", "c", "c"]], ids=len)
-def test_a_model_measured_on_emulated_wires_predicts_what_a_plan_takes_on_them(hosts):
-    delays, nbytes = Delays(1.0, 100.0), 1 * 2 * 1 * (4 + 2) * 4
-    costs = []
+def merge(comm: Any, root: int | None = None) -> None:
+    state = treeattn.PartialState.identity((1, 6, 1, 4))
+    comm.allreduce(state) if root is None else comm.reduce(state, root=root)
 
-    def call(comm):
-        run = tree(comm)
-        costs.append(cost(comm.plan_for(nbytes), nbytes, comm.calibration.model).total_us / 1e6)
-        return run
 
-    times = elapsed(hosts, call, delays, plan="auto")
-    assert costs == pytest.approx([max(times)] * len(hosts), rel=1e-6)
+def seconds_of(hosts: list[str], plans: list[Plan]) -> list[float]:
+    """Give the virtual time that each plan takes."""
+
+    def rank(transport: Any) -> list[float]:
+        clock, times = Standing(), []
+        far = DelayedTransport(transport, hosts, UNEQUAL, clock)
+        for number, plan in enumerate(plans, 1):
+            with treeattn.TreeComm(far, plan=plan.radices) as comm:
+                merge(comm, plan.root)  # agrees
+                clock.now = start = 1e4 * number
+                merge(comm, plan.root)
+                times.append(clock.now - start)
+        return times
+
+    return [max(times) for times in zip(*run_ranks(len(hosts), rank, timeout=120), strict=True)]
+
+
+UNEQUAL = Delays(1.0, 100.0)
+PAYLOAD = 6 * (4 + 2) * 4
+RACKS = ["r/a", "r/b", "r/b", "r/c", "s/d", "s/e", "s/e", "s/e"]
+LAYOUTS = [*map(list, ("ab", "aab", "abc", "aabbcc", "aaabcc", "abcde", "aaabbcdd", "abcdefg", "abcdefghi")), RACKS]
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids="".join)
+def test_the_forecast_is_what_every_plan_takes(hosts):
+    """In pairs, threes and all at once, across and up trees, through some ranks of a host and through all."""
+    ways = itertools.product((None, 2), (None, 2, 3), ("exchange", "reduce"), (1, "all"))
+    shapes = [Radices(inside, radix, scheme=scheme, leaders=leaders) for inside, radix, scheme, leaders in ways]
+    shapes += [replace(each, rack=2, leaders=2) for each in shapes if each.leaders == "all"]
+    plans = {str(plan.rounds): plan for each in shapes for plan in both(hosts, each)}
+    at_once = 1e12
+    model = CostModel(Link(1e6, at_once, ""), Link(1e8, at_once, ""), merge_gb_per_s=at_once)
+    forecasts = [cost(plan, PAYLOAD, model).total_us / 1e6 for plan in plans.values()]
+    assert forecasts == pytest.approx(seconds_of(hosts, list(plans.values())), rel=1e-6)
+
+
+def both(hosts: list[str], radices: Radices) -> tuple[Plan, Plan]:
+    """Give the plan of a merge for all, and of one for the last rank alone."""
+    return plan_allreduce(hosts, radices), plan_reduce(hosts, len(hosts) - 1, radices)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids="".join)
+def test_a_model_measured_on_emulated_wires_predicts_what_plans_take_on_them(hosts):
+    def measured(transport: Any) -> CostModel:
+        with treeattn.TreeComm(DelayedTransport(transport, hosts, UNEQUAL, Standing()), plan="auto") as comm:
+            merge(comm)
+            return comm.calibration.model
+
+    model = run_ranks(len(hosts), measured, timeout=120)[0]
+    plans = [plan_allreduce(hosts, each) for each in candidates(hosts, model=model)]
+    forecasts = [cost(plan, PAYLOAD, model).total_us / 1e6 for plan in plans]
+    assert forecasts == pytest.approx(seconds_of(hosts, plans), rel=1e-6)
 
 
 def test_each_level_has_its_own_delay():

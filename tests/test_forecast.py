@@ -16,10 +16,11 @@ import treeattn
 from treeattn import cli, errors
 from treeattn.catalog import DEVICES, LINKS, MODELS, Link, Model, look_up
 from treeattn.cli.plan import SHOWN
-from treeattn.costs import CostModel, cost
+from treeattn.costs import CostModel
 from treeattn.forecast import ALGORITHMS, EFFICIENCY, Cluster, Demand, forecast, smallest_fit
 from treeattn.inputs import Options
 from treeattn.planner import plan_allreduce
+from treeattn.pricing import cost
 from treeattn.published import CHOSEN, GUIDE_MS, PAPER, error, fitted, measured_step, paper_seconds
 from treeattn.testing import run_ranks
 

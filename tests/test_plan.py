@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeattn.costs import DEFAULT_MODEL, CostModel, cost, read_model
+from treeattn.costs import DEFAULT_MODEL, CostModel, read_model
 from treeattn.errors import InputError
 from treeattn.plan import HEADER_BYTES, Merge, Message, Plan, Radices, Round, Stats
 from treeattn.planner import parse_radices, plan_allreduce, plan_bcast, plan_reduce
+from treeattn.pricing import cost
 from treeattn.topology import group_ranks, rack_of
 
 PAYLOAD = 1000

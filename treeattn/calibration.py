@@ -139,7 +139,7 @@ def _fitted(probes: Sequence[Probe], payload_bytes: int, slowest: Sequence[float
     around = next((p50 for probe, p50 in zip(probes, p50s, strict=True) if probe.is_around), 0.0)
     samples = []
     for probe, p50, p99 in zip(probes, p50s, p99s, strict=True):
-        less = min(around, p50 - SHORTEST) if probe.has_around else 0.0
+        less = min(probe.around * around, p50 - SHORTEST)
         nbytes = payload_bytes if probe.way == "step" else probe.plan.message_bytes(probe.slots, payload_bytes)
         samples.append(Sample(probe.way, probe.partners, nbytes, probe.leaders, p50 - less, p99 - less))
     steps = [(probe.plan, p50) for probe, p50 in zip(probes, p50s, strict=True) if probe.way == "step"]

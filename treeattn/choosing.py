@@ -2,7 +2,7 @@
 
 The levels of a plan follow one another, so each is looked at by itself: what a host does, on one host of the largest
 size, and what hosts do, with one rank on each. `estimate` adds them up; where all hosts are alike, that is what
-`treeattn.costs.cost` says of the whole plan, without making it.
+`treeattn.pricing.cost` says of the whole plan, without making it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from itertools import product
 from typing import Literal, TypeAlias
 
 from treeattn.catalog import Link
-from treeattn.costs import DEFAULT_MODEL, Cost, CostModel, cost
+from treeattn.costs import DEFAULT_MODEL, Cost, CostModel
 from treeattn.planner import plan_allreduce
+from treeattn.pricing import cost
 from treeattn.radices import Radices
 from treeattn.topology import group_ranks, rack_of
 
@@ -128,10 +129,10 @@ def estimate(hosts: Sequence[str], radices: Radices, payload_bytes: int, model: 
 
 @lru_cache(maxsize=1024)
 def _inside_cost(ranks: int, radices: Radices, payload_bytes: int, model: CostModel) -> Cost:
-    """Look at a host beside another, so that there is an up and a down."""
+    """Look at a host beside another, so that there is an up and a down, without what is between them."""
     plan = plan_allreduce(("0",) * ranks + ("1",), radices)
-    found = zip(plan.rounds, cost(plan, payload_bytes, model).rounds, strict=True)
-    return sum((terms for each, terms in found if each.level == "inside"), Cost())
+    inside = replace(plan, rounds=tuple(each for each in plan.rounds if each.level == "inside"))
+    return sum(cost(inside, payload_bytes, model).rounds, Cost())
 
 
 @lru_cache(maxsize=1024)

@@ -1,9 +1,4 @@
-"""What a plan will take, before anybody follows it: the terms of each round, and in all. Pure; sends nothing.
-
-A round takes as long as its busiest rank. That one pays, once, its link's latency; for each message that it sends or
-receives an injection gap; for each byte the link's rate, both ways side by side; for a message over a protocol's limit
-a handshake; then what it merges. In shared memory a rank publishes once, so that only what it reads counts.
-"""
+"""A cost model: what messages, shared memory and merges take on one machine. `treeattn.pricing` prices plans by it."""
 
 from __future__ import annotations
 
@@ -15,11 +10,9 @@ from typing import Any
 
 from treeattn.catalog import LINKS, Link, check_amount, look_up
 from treeattn.errors import InputError
-from treeattn.plan import Message, Plan, Round
 from treeattn.saved import loaded, text_of
-from treeattn.topology import rack_of
 
-__all__ = ["DEFAULT_MODEL", "PRESETS", "Cost", "CostModel", "PlanCost", "cost", "read_model"]
+__all__ = ["DEFAULT_MODEL", "PRESETS", "Cost", "CostModel", "read_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,124 +188,3 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
-
-
-@dataclass(frozen=True, slots=True)
-class PlanCost:
-    """What each round of a plan costs, and a call besides."""
-
-    rounds: tuple[Cost, ...]
-    call: Cost = Cost()
-
-    @property
-    def terms(self) -> Cost:
-        """All terms together."""
-        return sum(self.rounds, self.call)
-
-    @property
-    def total_us(self) -> float:
-        """Microseconds in all."""
-        return self.terms.total
-
-
-@dataclass(slots=True)
-class _Load:
-    """What goes one way through one rank's end of a link in one round."""
-
-    link: Link
-    messages: float = 0
-    nbytes: float = 0.0
-    largest: int = 0
-
-    def add(self, size: int) -> None:
-        self.messages += 1
-        self.nbytes += size
-        if size > self.largest:
-            self.largest = size
-
-
-def cost(plan: Plan, payload_bytes: int, model: CostModel = DEFAULT_MODEL) -> PlanCost:
-    """Say what a plan takes, each round of it and a call, when every state has ``payload_bytes`` bytes.
-
-    Parameters
-    ----------
-    plan : Plan
-    payload_bytes : int
-    model : CostModel
-
-    Examples
-    --------
-    >>> from treeattn.costs import PRESETS, cost
-    >>> from treeattn.planner import plan_allreduce
-    >>> two_hosts = plan_allreduce(["a", "a", "b", "b"])
-    >>> terms = cost(two_hosts, 16640, PRESETS["nvlink-infiniband"]).terms
-    >>> terms.latency, terms.injection, terms.launch
-    (22.0, 4.0, 21.0)
-    """
-    priced = _Pricing(plan, plan.piece_bytes(payload_bytes), model)
-    rounds = tuple(priced.round(each) for each in plan.rounds)
-    return PlanCost(rounds, model.call_cost(plan.pieces) if rounds else Cost())
-
-
-class _Pricing:
-    """Prices one plan's rounds at one payload."""
-
-    def __init__(self, plan: Plan, pieces: tuple[int, ...], model: CostModel) -> None:
-        self._plan, self._pieces, self._model = plan, pieces, model
-        self._hosts, self._racks = plan.hosts, [rack_of(host) for host in plan.hosts]
-
-    def round(self, each: Round) -> Cost:
-        loads = self._loads(each)
-        moving = [_moving(load, loads.get((not out, rank, way))) for (out, rank, way), load in loads.items()]
-        merged = [0] * self._plan.size
-        for merge in each.merges:
-            merged[merge.rank] += len(merge.sources) * self._pieces[merge.piece]
-        busiest = max([*moving, *self._crowds(loads)], key=lambda terms: terms.total, default=Cost())
-        return busiest + Cost(merge=self._model.merge_us(max(merged)), launch=self._model.round_us)
-
-    def _loads(self, each: Round) -> dict[tuple[bool, int, str], _Load]:
-        """Add up what each rank sends, and what it receives; by (whether it sends, rank, way)."""
-        loads: dict[tuple[bool, int, str], _Load] = {}
-        sizes: dict[tuple[int, int], int] = {}
-        for message in each.messages:
-            kind, way = (message.slots, message.piece), self._way(message, each.shared)
-            if kind not in sizes:
-                sizes[kind] = self._plan.message_bytes(message.slots, self._pieces[message.piece])
-            ends = ((False, message.dest),) if each.shared else ((True, message.source), (False, message.dest))
-            for out, rank in ends:
-                load = loads.get((out, rank, way))
-                if load is None:
-                    load = loads[out, rank, way] = _Load(self._model.link(way))
-                load.add(sizes[kind])
-        return loads
-
-    def _way(self, message: Message, shared: bool) -> str:
-        source, dest = message.source, message.dest
-        if shared:
-            return "window"
-        if self._hosts[source] == self._hosts[dest]:
-            return "inside"
-        return "rack" if self._racks[source] == self._racks[dest] else "between"
-
-    def _crowds(self, loads: Mapping[tuple[bool, int, str], _Load]) -> list[Cost]:
-        """Price hosts whose ranks have to share lanes."""
-        crowds: dict[tuple[bool, str, str], _Load] = {}
-        for (out, rank, way), load in loads.items():
-            if load.link.lanes is not None:
-                crowd = crowds.setdefault((out, self._hosts[rank], way), _Load(load.link))
-                crowd.largest = max(crowd.largest, load.largest)
-                crowd.messages += load.messages / load.link.lanes
-                crowd.nbytes += load.nbytes / load.link.lanes
-        return [_moving(crowd, crowds.get((not out, host, way))) for (out, host, way), crowd in crowds.items()]
-
-
-def _moving(load: _Load, back: _Load | None) -> Cost:
-    """Price a load; the rank has a call for each message of the other way too, whose bytes do not hinder these."""
-    link, messages = load.link, load.messages + (0 if back is None else back.messages)
-    return Cost(
-        latency=link.alpha_us,
-        injection=link.gap_us * messages,
-        transfer=link.transfer_us(load.nbytes),
-        handshake=link.handshake_us(load.largest),
-        jitter=link.jitter_us,
-    )

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.catalog import Link
-from treeattn.costs import DEFAULT_MODEL, CostModel, cost
+from treeattn.costs import DEFAULT_MODEL, Cost, CostModel
 from treeattn.plan import Plan
+from treeattn.pricing import cost
 from treeattn.probes import MOST_PARTNERS
 
 __all__ = ["SHORTEST", "Sample", "add_steps", "fit"]
@@ -29,7 +30,10 @@ ENOUGH_STEPS = 3
 """Steps in one piece that tell apart what a round, a message and a call cost."""
 
 TINY = 1e-9
-"""Shares of a step by which a fit is not better."""
+"""Shares of a step by which a fit is not better; and microseconds that are next to nothing."""
+
+TURNS = 10
+"""How often a model is fitted to the chains that are longest by it, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +152,28 @@ def _unexplained(plan: Plan, payload_bytes: int, model: CostModel, us: float) ->
 
 
 def _by_steps(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> CostModel:
-    """Find latency and gap between hosts, and the cost of a call, by which steps are off by the smallest shares."""
-    free = replace(model, between=replace(model.between, alpha_us=0.0, gap_us=0.0), call_us=0.0)
-    unit = replace(free, between=replace(free.between, gap_us=1.0))
+    """Find latency and gap between hosts, and the cost of a call, by which steps are off by the smallest shares.
+
+    Which chain of a plan's messages is the longest depends on them, so they are found again until they stay the same.
+    """
+    for _ in range(TURNS):
+        before, model = model, _by_chains(model, payload_bytes, steps)
+        if model == before:
+            break
+    return model
+
+
+def _by_chains(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> CostModel:
+    """Find them by the chains that are the longest by a model."""
+    alpha, gap = max(model.between.alpha_us, TINY), max(model.between.gap_us, TINY)
+    counting = replace(model, between=replace(model.between, alpha_us=alpha, gap_us=gap), call_us=0.0)
     rows, left = [], []
     for plan, us in steps:
-        known, counted = (cost(plan, payload_bytes, each) for each in (free, unit))
-        messages = counted.terms.injection - known.terms.injection
-        rows.append([plan.rounds_between / us, messages / us, 1 / us])
-        left.append(max(0.0, us - known.total_us) / us)
+        priced = cost(plan, payload_bytes, counting)
+        pairs = zip(plan.rounds, priced.rounds, strict=True)
+        across = sum((terms for each, terms in pairs if each.level != "inside"), Cost())
+        rows.append([across.latency / alpha / us, across.injection / gap / us, 1 / us])
+        left.append(max(0.0, us - (priced.total_us - across.latency - across.injection)) / us)
     alpha, gap, call = _least_squares(np.array(rows), np.array(left))
     return replace(model, between=replace(model.between, alpha_us=alpha, gap_us=gap), call_us=call)
 

@@ -9,7 +9,7 @@ Time is that of one token through all layers. Five terms add up to it:
 - merge: states that a rank merges;
 - launch: what starting a kernel or a round costs before anything moves.
 
-What the tree sends, merges and launches is `treeattn.costs.cost` of its plan: the model by which the communicator
+What the tree sends, merges and launches is `treeattn.pricing.cost` of its plan: the model by which the communicator
 itself chooses. Baselines follow their stated formulas over the same links. Rates and latencies are those of
 `treeattn.catalog`, times `EFFICIENCY`, or measured ones.
 """

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from treeattn.choosing import candidates
 from treeattn.plan import Merge, Message, Plan, Round
 from treeattn.planner import plan_allreduce
+from treeattn.pricing import cost
 from treeattn.radices import Radices
 from treeattn.topology import group_ranks, rack_of
 
@@ -56,9 +57,11 @@ class Probe:
         return self.slots == 0 and self.way in ("window", "around")
 
     @property
-    def has_around(self) -> bool:
-        """Whether headers go to leaders before, and back after, what it measures."""
-        return self.way in ("rack", "between") and len(self.plan.rounds) > 1
+    def around(self) -> float:
+        """How many of two rounds of headers, to leaders and back, lie on its longest chain of messages; as a share."""
+        rounds = zip(self.plan.rounds, cost(self.plan, 1).rounds, strict=True)
+        met = sum(each.level == "inside" and terms.total > 0 for each, terms in rounds)
+        return met / 2 if self.way in ("rack", "between") else 0.0
 
     def after(self, rounds: int) -> Plan:
         """Give its plan behind so many empty rounds: the numbers of rounds are the tags of messages."""
@@ -128,8 +131,7 @@ class _Layout:
         swaps, trees = ([each for each in ways if each.scheme == scheme] for scheme in ("exchange", "reduce"))
         racks = len({rack_of(host) for host in self.hosts})
         alike = len(self.groups) > 2 and racks in (1, len(self.groups))  # one kind of link between hosts
-        # Only plans whose every round waits for the one before. In a tree of pairs some ranks skip rounds.
-        many = [*swaps[1:2], swaps[-1], trees[0]] if alike else []
+        many = [*swaps[1:2], trees[0], trees[-1]] if alike else []
         for radices in dict.fromkeys([swaps[0], *many]):
             yield Probe("step", largest, 1, 1, plan_allreduce(self.hosts, radices))
         if largest > 1:

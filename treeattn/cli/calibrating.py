@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn.choosing import candidates, estimate
+from treeattn.choosing import candidates
 from treeattn.comm import TreeComm
 from treeattn.errors import InputError
+from treeattn.planner import plan_allreduce
+from treeattn.pricing import cost
 from treeattn.state import PartialState
 from treeattn.wrapping import team_of
 
@@ -80,11 +82,11 @@ def calibrate(hosts: tuple[str, ...] | None, payload: int) -> tuple[int, Calibra
         chosen = comm.plan_for(state.nbytes).radices
         shared = chosen.inside == "shared"
         costs = {
-            radices: estimate(comm.hosts, radices, state.nbytes, found.model)
+            radices: cost(plan_allreduce(comm.hosts, radices), state.nbytes, found.model).total_us
             for radices in candidates(comm.hosts, shared=shared, model=found.model)
         }
-        worth = sorted(costs, key=lambda radices: costs[radices].total)[:SHOWN]
-        measured = [_measure(radices, costs[radices].total, comm.hosts, state) for radices in worth]
+        worth = sorted(costs, key=costs.__getitem__)[:SHOWN]
+        measured = [_measure(radices, costs[radices], comm.hosts, state) for radices in worth]
         return comm.rank, found, chosen, measured
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import treeattn
 from treeattn.baselines import BASELINES, Baseline, Ulysses
-from treeattn.costs import CostModel, cost
+from treeattn.costs import CostModel
 from treeattn.inputs import Options
 from treeattn.plan import Stats
+from treeattn.pricing import cost
 
 if TYPE_CHECKING:
     from treeattn.cli.workload import Workload

@@ -10,9 +10,10 @@ import click
 
 from treeattn.cli.options import json_option, on_ranks, plan_options, read_output_file, suggest
 from treeattn.cli.output import console, counts, drawable, print_rows, write_json
-from treeattn.costs import PRESETS, CostModel, cost, read_model
+from treeattn.costs import PRESETS, CostModel, read_model
 from treeattn.errors import InputError
 from treeattn.launch import launched
+from treeattn.pricing import cost
 
 if TYPE_CHECKING:
     from treeattn.plan import Plan
