@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import treeattn.job
 from treeattn import launch
 from treeattn.errors import CommError, InputError, MissingDependencyError
 from treeattn.launch import Launched, Runtime, find_runtime, launched, mpirun_command, mpirun_environment
@@ -156,6 +159,31 @@ def test_after_ctrl_c_the_launcher_is_waited_for(tmp_path, monkeypatch):
     assert (tmp_path / "ended").exists()
 
 
+@pytest.mark.usefixtures("python_hears_ctrl_c")
+@pytest.mark.parametrize(("name", "status"), [("INT", 130), ("TERM", 143), ("HUP", 129)])
+def test_what_ends_this_process_alone_ends_its_launcher_first(tmp_path, monkeypatch, name, status):
+    script = f"trap 'touch ended; exit 1' TERM; sleep 0.3; kill -{name} {os.getpid()}; while :; do sleep 0.02; done"
+    install_fake_mpirun(tmp_path, monkeypatch, BANNERS["mpich"], script)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(treeattn.job, "GRACE", 0.2)
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(launch.run(2, ["-c", "pass"]))
+    assert caught.value.code == status
+    assert (tmp_path / "ended").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_that_somebody_handles_is_his(tmp_path, monkeypatch):
+    install_fake_mpirun(tmp_path, monkeypatch, BANNERS["mpich"], f"kill -TERM {os.getpid()}; sleep 0.1; exit 7")
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
+    try:
+        assert launch.run(2, ["-c", "pass"]) == 7
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [True]
+
+
 @pytest.mark.parametrize("arguments", [[], ["2"], ["two", "script.py"]])
 def test_the_module_says_how_it_is_used(arguments, capsys):
     assert launch.main(arguments) == 2
@@ -203,3 +231,25 @@ def test_a_failing_rank_ends_the_job(mpirun, how, status, words):
     assert len(lines) == (1 if words else 0), job
     assert all(line.startswith("[rank 1 of 3, ") for line in lines)
     assert words in job.stderr
+
+
+SAY_WHO = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
+
+
+def ended(pid):
+    """Tell whether a process is gone, or is no more than an entry for its exit status."""
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_no_rank_outlives_who_started_it(each_mpi, number, status):
+    command = [each_mpi.python, "-m", "treeattn.launch", "2", "-c", SAY_WHO]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as job:
+        ranks = [int(job.stdout.readline()) for _ in range(2)]
+        job.send_signal(number)
+        assert job.wait(30) == status
+    deadline = time.monotonic() + 5
+    while not all(map(ended, ranks)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

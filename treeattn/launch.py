@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from treeattn.errors import CommError, InputError, MissingDependencyError, TreeattnError
+from treeattn.job import running
 
 __all__ = [
     "Launched",
@@ -214,7 +215,8 @@ def _runtime_settings(name: str, oversubscribed: bool) -> dict[str, str]:
 def run(ranks: int, arguments: Sequence[str]) -> int:
     """Run this Python with ``arguments`` on ``ranks`` ranks; give the exit status.
 
-    Output passes through, and Ctrl-C reaches the ranks by way of their launcher.
+    Output passes through. Ctrl-C, SIGTERM and SIGHUP end the ranks by way of their launcher, and then this call: the
+    first gives 130, the others raise SystemExit with 143 and 129.
 
     Raises
     ------
@@ -228,21 +230,12 @@ def run(ranks: int, arguments: Sequence[str]) -> int:
     runtime = find_runtime()
     command = mpirun_command(runtime, ranks, [sys.executable, *arguments])
     columns = {"COLUMNS": str(shutil.get_terminal_size().columns)}  # of the real terminal, which ranks can't ask
-    with subprocess.Popen(command, env=mpirun_environment(runtime, ranks, columns | os.environ)) as job:
-        return _wait(job)
-
-
-def _wait(job: subprocess.Popen[bytes]) -> int:
-    interrupted = False
-    while True:
-        try:
-            status = job.wait()
-        except KeyboardInterrupt:  # the terminal sent it to the launcher too, which ends the ranks: wait for that
-            interrupted = True
-            continue
-        if interrupted:
-            return 130
-        return status if status >= 0 else 128 - status
+    try:
+        with running(command, mpirun_environment(runtime, ranks, columns | os.environ)) as launcher:
+            status = launcher.wait()
+    except KeyboardInterrupt:
+        return 130
+    return status if status >= 0 else 128 - status
 
 
 def install_abort_hook() -> None:

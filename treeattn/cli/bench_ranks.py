@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from treeattn.cli.workload import Workload
+from treeattn.job import running
 from treeattn.launch import find_runtime, mpirun_command, mpirun_environment
 
 if TYPE_CHECKING:
@@ -150,15 +150,14 @@ def on_mpi(ranks: int, arguments: Sequence[str], on_row: OnRow) -> None:
         file = Path(folder, "rows")
         file.touch()
         program = [sys.executable, "-m", "treeattn", *arguments, "--rows", str(file)]
-        environment = mpirun_environment(runtime, ranks, os.environ)
         command = mpirun_command(runtime, ranks, program)
-        with subprocess.Popen(command, env=environment) as job, file.open() as rows:
-            while job.poll() is None:
+        with running(command, mpirun_environment(runtime, ranks)) as launcher, file.open() as rows:
+            while launcher.poll() is None:
                 time.sleep(POLL)
                 _read(rows, Row, on_row)
             _read(rows, Row, on_row)
-    if job.returncode:
-        raise click.ClickException(f"the comparison on {ranks} ranks ended with exit status {job.returncode}")
+    if launcher.returncode:
+        raise click.ClickException(f"the comparison on {ranks} ranks ended with exit status {launcher.returncode}")
 
 
 def _read(rows: Any, kind: type[Row], on_row: OnRow) -> None:
