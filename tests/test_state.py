@@ -234,7 +234,7 @@ def test_the_shape_of_an_identity_is_four_sizes(shape):
 
 @pytest.mark.parametrize("dtype", ["float16", int, object(), "nonsense"])
 def test_other_precisions_are_refused(dtype):
-    with pytest.raises(InputError, match=r"^dtype: expected float32 or float64, got "):
+    with pytest.raises(InputError, match=r"^dtype: expected float32, float64, got "):
         PartialState.identity(SHAPE, dtype=dtype)
 
 

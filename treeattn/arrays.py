@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ __all__ = [
     "as_array",
     "cast",
     "dtype_name",
+    "known_dtype",
     "narrow_dtype",
     "reinterpret",
     "to_array",
@@ -33,6 +35,9 @@ FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
 KV_DTYPES = (*FLOAT_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 """What stored K and V may be."""
 
+_NUMPY_NAME = re.compile("[<>=|]?[b-z][a-z]*[0-9]*")
+"""Names and codes of NumPy's dtypes of numbers; it warns of some others."""
+
 _NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -44,6 +49,51 @@ def dtype_name(array: Array) -> str:
 @lru_cache(maxsize=64)
 def _name(dtype: np.dtype[Any]) -> str:
     return str(dtype.name)  # NumPy makes it anew each time, which takes longer than the rest of a validation
+
+
+def known_dtype(name: str, value: Any, known: Sequence[str], *, also: str = "") -> str:
+    """Name the dtype that ``value`` stands for, if it is one of ``known``; an InputError about ``name`` otherwise.
+
+    Parameters
+    ----------
+    name : str
+        The argument's.
+    value : str, dtype or type
+        A name, or a dtype or type of NumPy, ml_dtypes, PyTorch or JAX.
+    known : sequence of str
+    also : str
+        What else the argument may be, for the error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> [known_dtype("dtype", each, FLOAT_DTYPES) for each in ("bfloat16", np.float16, np.dtype("f4"), float)]
+    ['bfloat16', 'float16', 'float32', 'float64']
+    """
+    found = _spelled(value)
+    if found in known:
+        return found
+    raise InputError.of(name, expected=", ".join((also, *known) if also else known), got=repr(value))
+
+
+def _spelled(value: Any) -> str:
+    """Give NumPy's name for a dtype, however it is written; "" for what is none."""
+    kind = type(value)
+    if (kind.__module__, kind.__qualname__) == ("torch", "dtype"):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, str):
+        return _numpy_name(value) if _NUMPY_NAME.fullmatch(value) else value
+    if not isinstance(value, (type, np.dtype)):
+        return ""
+    carried = getattr(value, "dtype", None)  # by JAX's types
+    return _numpy_name(carried if isinstance(carried, np.dtype) else value)
+
+
+def _numpy_name(value: Any) -> str:
+    try:
+        return str(np.dtype(value).name)
+    except (TypeError, ValueError):  # what ml_dtypes adds, or nothing
+        return str(value)
 
 
 def narrow_dtype(name: str) -> np.dtype[Any]:
@@ -86,7 +136,7 @@ def cast(array: Array, dtype: npt.DTypeLike) -> Array:
 
 def reinterpret(name: str, value: Any, kv_dtype: Any) -> Array:
     """Read raw uint8 or uint16 storage as ``kv_dtype``; anything else must already be of that dtype."""
-    wanted = _kv_dtype(kv_dtype)
+    wanted = narrow_dtype(known_dtype("kv_dtype", kv_dtype, KV_DTYPES))
     array: Array = to_array(name, value)
     if array.dtype == wanted:
         return array
@@ -95,13 +145,6 @@ def reinterpret(name: str, value: Any, kv_dtype: Any) -> Array:
         return viewed
     expected = f"{wanted.name} or uint{8 * wanted.itemsize}, as kv_dtype says"
     raise InputError.of(name, expected=expected, got=array.dtype)
-
-
-def _kv_dtype(kv_dtype: Any) -> np.dtype[Any]:
-    name = kv_dtype if isinstance(kv_dtype, str) else getattr(kv_dtype, "__name__", None) or str(kv_dtype)
-    if name not in KV_DTYPES:
-        raise InputError.of("kv_dtype", expected=", ".join(KV_DTYPES), got=repr(kv_dtype))
-    return narrow_dtype(name)
 
 
 def to_array(name: str, value: Any) -> Any:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from treeattn.arrays import known_dtype
 from treeattn.checks import check_flag
 from treeattn.costs import DEFAULT_MODEL, CostModel, read_model
 from treeattn.errors import InputError
@@ -72,6 +73,7 @@ class Settings:
         measures = isinstance(plan, str) and plan == "auto"
         if measures and model is not None:
             raise InputError.of("model", expected='None with plan="auto", which measures one', got=repr(model))
+        wire_dtype = None if wire_dtype is None else known_dtype("wire_dtype", wire_dtype, WIRE_DTYPES, also="None")
         _check_travel(wire_dtype, collective, deterministic)
         return cls(
             hosts=_hosts(hosts, size),
@@ -105,9 +107,6 @@ class Settings:
 
 def _check_travel(wire_dtype: Any, collective: str, deterministic: bool) -> None:
     """Refuse ways for states that there are not, or that exclude each other."""
-    if wire_dtype is not None and not (isinstance(wire_dtype, str) and wire_dtype in WIRE_DTYPES):
-        names = " or ".join(map(repr, (None, *WIRE_DTYPES)))
-        raise InputError.of("wire_dtype", expected=names, got=repr(wire_dtype))
     if collective and wire_dtype is not None:
         raise InputError.of("wire_dtype", expected=f"None with plan={collective!r}", got=repr(wire_dtype))
     if collective == "mpi" and deterministic:
@@ -129,8 +128,8 @@ def timeout_of(timeout: Any) -> float:
     if timeout is None:
         name, value = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE) or DEFAULT_TIMEOUT
     try:
-        seconds = float(value)
-    except (TypeError, ValueError):
+        seconds = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise InputError.of(name, expected="seconds, 0 for no limit", got=repr(value))

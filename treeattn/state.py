@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import FLOAT_DTYPES, as_array, cast, narrow_dtype, to_array, to_numpy
+from treeattn.arrays import FLOAT_DTYPES, as_array, cast, known_dtype, narrow_dtype, to_array, to_numpy
+from treeattn.checks import check_flag
 from treeattn.devices import Kind, give, kind_of, on_device
 from treeattn.errors import InputError
 
@@ -177,6 +178,8 @@ class PartialState:
 
     def merge(self, other: PartialState) -> PartialState:
         """Merge with the state of other keys; see `treeattn.merge`."""
+        if not isinstance(other, PartialState):
+            raise InputError.of("other", expected="a PartialState", got=type(other).__name__)
         return merge((self, other))
 
     def finish(self, *, sink: Any = None, dtype: npt.DTypeLike | None = None, return_lse: bool = False) -> Any:
@@ -199,10 +202,11 @@ class PartialState:
             Only with ``return_lse``: log of the sum of exp of the logits, natural base, with the sink in it.
             A row that saw no key has -inf, or the sink.
         """
+        return_lse = check_flag("return_lse", return_lse)
         there = not isinstance(self._packed, np.ndarray)
         out, lse = self.ops.finish(self._packed, sink_logits(sink, self.shape[1], self.dtype.name, there))
         if dtype is not None:
-            out = cast(out, _out_dtype(dtype))
+            out = cast(out, narrow_dtype(known_dtype("dtype", dtype, FLOAT_DTYPES)))
         out = give(out, self.kind)
         return (out, give(lse, self.kind)) if return_lse else out
 
@@ -351,24 +355,7 @@ def state_shape(shape: Any) -> tuple[int, int, int, int]:
 
 def state_dtype(dtype: Any) -> str:
     """Name ``dtype`` if it is that of states; an InputError otherwise."""
-    name = _dtype_name(dtype)
-    if name not in ("float32", "float64"):
-        raise InputError.of("dtype", expected="float32 or float64", got=repr(dtype))
-    return name
-
-
-def _dtype_name(dtype: Any) -> str:
-    try:
-        return str(np.dtype(dtype).name)
-    except TypeError:  # NumPy knows no such type, though ml_dtypes may
-        return str(dtype)
-
-
-def _out_dtype(dtype: Any) -> np.dtype[Any]:
-    name = _dtype_name(dtype)
-    if name not in FLOAT_DTYPES:
-        raise InputError.of("dtype", expected=", ".join(FLOAT_DTYPES), got=repr(dtype))
-    return narrow_dtype(name)
+    return known_dtype("dtype", dtype, ("float32", "float64"))
 
 
 def sink_logits(sink: Any, heads: int, dtype: str, there: bool) -> Array | None:
