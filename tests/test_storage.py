@@ -96,7 +96,7 @@ def test_a_cache_is_head_major_and_every_head_begins_on_a_line(dtype, width):
     ones = np.ones((2, 3, 100, width), np.float32)
     for piece in (ones[:, :, :9], ones[:, :, 9:]):
         cache.append(piece, piece)
-    for rows in (cache._shard.k, cache._shard.v):
+    for rows in (cache._stock.shard.k, cache._stock.shard.v):
         _, head, token, element = rows.strides
         assert (element, token) == (rows.itemsize, width * rows.itemsize)
         assert head >= 101 * token

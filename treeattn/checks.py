@@ -8,7 +8,7 @@ import numpy as np
 
 from treeattn.errors import InputError
 
-__all__ = ["LARGEST", "check_flag", "check_rank", "check_root", "check_whole", "is_whole"]
+__all__ = ["LARGEST", "check_flag", "check_rank", "check_root", "check_size", "check_whole", "is_whole"]
 
 LARGEST = 2**63 - 1
 """Of sizes and numbers of bytes: offsets are 64-bit."""
@@ -32,6 +32,13 @@ def check_whole(name: str, value: Any, least: int, most: int | None = None) -> i
         return int(value)
     expected = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
     raise InputError.of(name, expected=expected, got=repr(value))
+
+
+def check_size(name: str, value: Any, least: int) -> int:
+    """Give ``value`` as a number of bytes, or of what takes bytes; an InputError otherwise."""
+    if is_whole(value) and value > LARGEST:
+        raise InputError.of(name, expected="an integer below 2**63", got=value)
+    return check_whole(name, value, least)
 
 
 def check_rank(name: str, value: Any, size: int) -> int:

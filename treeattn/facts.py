@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treeattn.calibration import Calibration
-from treeattn.checks import LARGEST, check_root, check_whole
+from treeattn.checks import check_root, check_size
 from treeattn.plan import Plan, Stats, Usage
 from treeattn.state import state_dtype, state_shape
 from treeattn.team import Team
@@ -93,7 +93,7 @@ class Facts:
         >>> comm.plan_for(nbytes).predict(nbytes).total.messages
         0
         """
-        payload_bytes = check_whole("payload_bytes", payload_bytes, 0, LARGEST)
+        payload_bytes = check_size("payload_bytes", payload_bytes, 0)
         return self._team.plan(payload_bytes, check_root(root, self.size))
 
     def wire_bytes(self, shape: tuple[int, int, int, int], dtype: str = "float32") -> int:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeattn
-from treeattn import cache as cache_module
+from treeattn import stock
 from treeattn.backends import device_memory
 from treeattn.errors import BackendError, InputError
 from treeattn.testing.oracle import assert_attention
@@ -175,7 +175,7 @@ def test_memory_grows_with_the_tokens_up_to_the_share(backend: Any, card: FakeCa
     full = treeattn.ShardedKVCache(None, **SHAPE, capacity=70, backend=backend)
     full.append(*tokens(60))
     full.append(*tokens(1))
-    assert full._shard.k.shape[2] == 70, "not 120"
+    assert full._stock.shard.k.shape[2] == 70, "not 120"
 
 
 def test_a_full_card_is_one_sentence_and_the_cache_is_as_it_was(backend: Any, card: FakeCard) -> None:
@@ -229,10 +229,8 @@ def test_a_long_prompt_of_the_host_goes_in_pieces(
 @pytest.fixture
 def following(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tokens of a card lead to the fake one, as `home_of` and a call without ``backend`` find the real one."""
-    home_of, find = cache_module.home_of, treeattn.local.find
-    monkeypatch.setattr(
-        cache_module, "home_of", lambda array: backend if isinstance(array, FaultingArray) else home_of(array)
-    )
+    home_of, find = stock.home_of, treeattn.local.find
+    monkeypatch.setattr(stock, "home_of", lambda array: backend if isinstance(array, FaultingArray) else home_of(array))
     monkeypatch.setattr("treeattn.local.find", lambda name, spec=None: find(backend if name == "auto" else name, spec))
 
 
