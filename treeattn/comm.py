@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy.typing as npt
 
+from treeattn.errors import InputError
 from treeattn.facts import Facts
 from treeattn.joining import join
 from treeattn.lanes import Reduction
@@ -177,6 +178,8 @@ class TreeComm(Facts):
         >>> comm.beside(lambda: 6 * 7), begun.end().shape
         (42, (1, 2, 1, 4))
         """
+        if not callable(work):
+            raise InputError.of("work", expected="a function", got=type(work).__name__)
         return self._team.beside(work)
 
     def reduce(self, state: PartialState, root: int = 0) -> PartialState | None:

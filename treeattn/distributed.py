@@ -14,7 +14,7 @@ import numpy as np
 from treeattn.agreement import Attempt, Signature
 from treeattn.arrays import to_array
 from treeattn.attempts import check_travels
-from treeattn.checks import check_root
+from treeattn.checks import check_flag, check_root
 from treeattn.devices import fetch, on_device
 from treeattn.errors import InputError
 from treeattn.groups import Beside
@@ -179,6 +179,7 @@ class Decoding:
 
     def _checked(self, spec: Spec, options: Options) -> Any:
         """Refuse what a call over several ranks can't do; give the sink as it is used."""
+        check_flag("return_lse", self.return_lse)
         check_travels(spec.state_dtype, self.team.channel.wire_dtype)
         if self.team.size > 1 and spec.positional:
             check_positions(options)

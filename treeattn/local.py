@@ -11,6 +11,7 @@ import numpy.typing as npt
 from treeattn.arrays import FLOAT_DTYPES, as_array, cast, dtype_name, narrow_dtype, to_numpy
 from treeattn.backends.base import Attend, Backend, Prepared
 from treeattn.backends.registry import DEFAULT, find, following, load
+from treeattn.checks import check_flag
 from treeattn.devices import fetch, give, kind_of, on_device
 from treeattn.errors import InputError
 from treeattn.inputs import Args, Options, Spec, resolve, to_bhtd
@@ -134,6 +135,7 @@ def attention(
         layout=layout,
     )
     spec, args = resolve(q, k, v, options)
+    return_lse = check_flag("return_lse", return_lse)
     _check_out(out, spec)
     sink = sink_logits(sink, spec.q_heads, spec.state_dtype, spec.on_device)
     result, lse = _attend_of(spec, backend)(args, sink, return_lse)

@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import pairwise, starmap
 from typing import Any, Literal, TypeAlias
 
+from treeattn.checks import check_rank, check_size
 from treeattn.errors import InputError
 from treeattn.radices import Radices, read_radices
 
@@ -205,6 +206,7 @@ class Plan:
 
     def steps(self, rank: int) -> tuple[RankRound, ...]:
         """Give what ``rank`` does, by round and piece; those in which it has nothing to do are left out."""
+        rank = check_rank("rank", rank, self.size)
         found = (
             self._rank_round(number, each, rank, piece)
             for number, each in enumerate(self.rounds)
@@ -274,6 +276,8 @@ class Plan:
         The paper's scheme, for comparison, is three all-reduces of together 2 (p - 1) / p (b d + 2 b n_h) elements
         per device (arXiv 2408.04093, section 5), with messages that are the library's affair.
         """
+        payload_bytes = check_size("payload_bytes", payload_bytes, 0)
+        rows = None if rows is None else check_size("rows", rows, 0)
         sent, pieces = [[0, 0, 0, 0] for _ in self.hosts], self.piece_bytes(payload_bytes, rows)
         for message in (message for each in self.rounds if not each.shared for message in each.messages):
             size, between = self.message_bytes(message.slots, pieces[message.piece]), self.crosses(message)

@@ -45,11 +45,11 @@ def loaded(argument: str, text: str, expected: str) -> Any:
     Raises
     ------
     InputError
-        It is no JSON, or was written for something else: the message says for what.
+        It is no text, no JSON, or was written for something else: the message says for what.
     """
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError.of(argument, expected=expected, got=str(error)) from None
     have = set(found) if isinstance(found, dict) else set()
     for other, (names, what) in KINDS.items():

@@ -61,7 +61,7 @@ def _pages(size: int) -> Array:
     """Map private memory that has room for ``size`` bytes from a huge page's boundary on."""
     try:
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise MemoryError(f"no room for {size:,} bytes: {error}") from error
     with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from treeattn.checks import is_whole
 from treeattn.errors import InputError
 
 __all__ = [
@@ -98,9 +99,13 @@ def check_hosts(hosts: Any, size: int, argument: str = "hosts") -> tuple[str, ..
     InputError
         It is not a sequence of ``size`` labels.
     """
-    if isinstance(hosts, str) or not isinstance(hosts, Iterable):
+    try:
+        given = None if isinstance(hosts, (str, bytes, Set, Mapping)) else tuple(hosts)
+    except TypeError:  # an array without axes can't be gone through, though it looks so
+        given = None
+    if given is None or not all(isinstance(label, str) or is_whole(label) for label in given):
         raise InputError.of(argument, expected=f"{size} labels, one per rank", got=repr(hosts))
-    labels = tuple(map(str, hosts))
+    labels = tuple(map(str, given))
     if len(labels) != size:
         listed = ", ".join(labels)
         raise InputError.of(argument, expected=f"{size} labels, one per rank", got=f"{len(labels)} ({listed})")

@@ -17,7 +17,7 @@ from treeattn.backends.base import Backend
 from treeattn.backends.registry import find, following
 from treeattn.baselines._call import Call, Holding
 from treeattn.baselines._parcel import Manifest
-from treeattn.checks import check_root
+from treeattn.checks import check_flag, check_root
 from treeattn.distributed import agreed_fields, check_positions, fingerprints
 from treeattn.errors import InputError
 from treeattn.inputs import Args, Options, Spec, resolve
@@ -248,6 +248,7 @@ class Baseline(ABC):
         team, found, error = team_of(comm), None, None
         try:
             _check_whole(pipeline)
+            check_flag("return_lse", return_lse)
             found = self._own(q, k, v, options, team.size, root, sink, backend, replicated)
         except Exception as wrong:  # whatever it is, the other ranks must hear of it before it is raised here
             error = wrong
