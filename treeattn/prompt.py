@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.baselines import BASELINES, Baseline
-from treeattn.checks import check_size, check_whole
+from treeattn.checks import check_whole
 from treeattn.errors import InputError
 from treeattn.inputs import Options
 from treeattn.positions import POSITION_LIMIT
@@ -150,7 +150,7 @@ def zigzag(tokens: int, size: int, rank: int) -> Array:
     >>> [treeattn.zigzag(8, 2, rank).tolist() for rank in range(2)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    tokens, size = check_whole("tokens", tokens, 0, POSITION_LIMIT), check_size("size", size, 1)
+    tokens, size = check_whole("tokens", tokens, 0, POSITION_LIMIT), check_whole("size", size, 1)
     rank = check_whole("rank", rank, 0, size - 1)
     pieces = rank, 2 * size - 1 - rank
     ends = ((tokens * piece // (2 * size), tokens * (piece + 1) // (2 * size)) for piece in pieces)
