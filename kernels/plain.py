@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.inputs import Args, Spec
-from treeattn.kernels.reference import row_length, seen_keys
+from treeattn.kernels.reference import only_finite, row_length, seen_keys
 
 __all__ = ["dequantised", "logits", "partial"]
 
@@ -32,7 +32,7 @@ def partial(spec: Spec, args: Args) -> Array:
 
 def logits(spec: Spec, args: Args, b: int, keys: slice) -> Array:
     """Logits (Hq, Tq, n) of batch row ``b`` against ``keys``, none behind ``kv_len``; -inf where hidden."""
-    k = dequantised(spec, args.k, args.k_scale, args.k_block, b, keys)
+    k = dequantised(spec, args.k, only_finite(args.k_scale), args.k_block, b, keys)
     q = args.q[b].astype(spec.state_dtype).reshape(spec.kv_heads, -1, spec.head_dim)
     found = (q @ k.swapaxes(1, 2)).reshape(spec.q_heads, spec.q_tokens, k.shape[1]) * k.dtype.type(spec.scale)
     if spec.softcap is not None:

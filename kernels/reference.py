@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from treeattn.inputs import Args, Spec
 
-__all__ = ["dequantised", "finish", "logits", "partial", "row_length", "seen_keys"]
+__all__ = ["dequantised", "finish", "logits", "only_finite", "partial", "row_length", "seen_keys"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -25,7 +25,7 @@ def partial(spec: Spec, args: Args) -> Array:
     packed[..., -1] = -np.inf
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(spec.batch, spec.kv_heads):
-            k = dequantised(args.k, args.k_scale, args.k_block, b, h, row_length(args, b))
+            k = dequantised(args.k, only_finite(args.k_scale), args.k_block, b, h, row_length(args, b))
             v = dequantised(args.v, args.v_scale, args.v_block, b, h, row_length(args, b))
             for head, t in _queries(spec, h):
                 packed[b, head, t] = _one_query(spec, args, k, v, (b, head, t))
@@ -56,6 +56,11 @@ def dequantised(stored: Array, scale: Array | None, block: int, b: int, h: int, 
     if scale is not None:
         values *= np.repeat(scale[b, h].astype(np.float64), block)[:length, None]
     return values
+
+
+def only_finite(scale: Array | None) -> Array | None:
+    """Give scales of keys with NaN for infinities, of which no dot product could say what they make of it."""
+    return None if scale is None else np.where(np.isfinite(scale), scale, np.nan)
 
 
 def logits(spec: Spec, args: Args, k: Array, row: tuple[int, int, int]) -> Array:

@@ -183,17 +183,19 @@ def _gather_scales(call: Call, task: Task, dtype: Any) -> None:
     """Write one scale per key of the block, so that the rows need no division to find theirs."""
     if call.k_scale != 0:
         source = call.k_scale + task.b * call.k_scale_b + task.h * call.k_scale_h
-        _gather(source, call.k_scale_t, call.k_block, task, task.k_scale, dtype)
+        _gather(source, call.k_scale_t, call.k_block, task, task.k_scale, dtype, True)
     if call.v_scale != 0:
         source = call.v_scale + task.b * call.v_scale_b + task.h * call.v_scale_h
-        _gather(source, call.v_scale_t, call.v_block, task, task.v_scale, dtype)
+        _gather(source, call.v_scale_t, call.v_block, task, task.v_scale, dtype, False)
 
 
 @inline
-def _gather(source: int, step: int, block: int, task: Task, target: int, dtype: Any) -> None:
+def _gather(source: int, step: int, block: int, task: Task, target: int, dtype: Any, of_keys: bool) -> None:
     into, at, first = pointer(target, dtype), task.start // block, 0
     while first < task.keys:
         scale = pointer(source + at * step, dtype)[0]
+        if of_keys and not abs(scale) < np.inf:  # times a dot product it might pass for a logit of -inf, a hidden key
+            scale = dtype(np.nan)
         at += 1
         stop = min(task.keys, at * block - task.start)
         for i in range(first, stop):

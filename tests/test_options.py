@@ -498,6 +498,36 @@ def test_factors_may_be_far_from_each_other(backend, scale, k_scale, size, hide,
     assert_attention(got, **given, **options)
 
 
+@pytest.mark.parametrize("q_tokens", [1, 40])
+@pytest.mark.parametrize("blocks", [1, 3, TK])
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_a_scale_of_keys_that_is_not_finite_gives_nan_where_they_are_seen(backend, value, blocks, q_tokens):
+    given = stored("int8")
+    given["q"] = np.random.default_rng(10).standard_normal((B, HQ, q_tokens, D), F32)
+    right = np.full((B, HKV, blocks, 1), 0.02)
+    wrong = right.copy()
+    wrong[:, 0, -1] = value
+    clean = treeattn.attention(**given, k_scale=right, backend=backend, return_lse=True)
+    for got, other in zip(
+        treeattn.attention(**given, k_scale=wrong, backend=backend, return_lse=True), clean, strict=True
+    ):
+        assert np.isnan(got[:, : HQ // HKV]).all()
+        assert np.array_equal(got[:, HQ // HKV :], other[:, HQ // HKV :])
+    hidden = {"kv_len": TK - -(-TK // blocks)} if blocks > 1 else {"mask": np.zeros(TK, bool)}
+    got, clean = (treeattn.attention(**given, k_scale=each, **hidden, backend=backend) for each in (wrong, right))
+    assert np.array_equal(got, clean)
+
+
+@pytest.mark.parametrize("q_tokens", [1, 40])
+@pytest.mark.parametrize("blocks", [1, 3, TK])
+@pytest.mark.parametrize("v_scale", [1e-30, -1e-10, 1e10, -1e30])
+def test_scales_of_values_are_exact_over_the_range_that_is_promised(backend, v_scale, blocks, q_tokens):
+    given = stored("int8")
+    given["q"] = np.random.default_rng(10).standard_normal((B, HQ, q_tokens, D), F32)
+    options = {"k_scale": np.full((1, 1, 1, 1), 0.02), "v_scale": np.full((B, HKV, blocks, 1), v_scale)}
+    assert_attention(treeattn.attention(**given, **options, backend=backend, return_lse=True), **given, **options)
+
+
 # ---- the sink, empty rows and lse
 
 

@@ -18,7 +18,10 @@ __all__ = ["block_scale", "dot_scale", "softcap_of"]
 Array: TypeAlias = npt.NDArray[Any]
 
 LARGEST = {"float32": 1e36, "float64": 1e300}
-"""What a factor of logits may be, by the type that they are computed in, with room for what kernels multiply it by."""
+"""What a factor of logits may be, by the type that they are computed in, with room for what kernels multiply it by.
+
+It bounds what users pass. The bounds in ``kernels/softmax.py`` are about a product, and choose between two ways.
+"""
 
 
 def dot_scale(value: Any, width: int, state_dtype: str) -> float:

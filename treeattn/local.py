@@ -78,7 +78,9 @@ def attention(
     kv_len : integer array (B,), optional
         How many keys of each row are real. Those behind are never read.
     k_scale, v_scale : array that broadcasts to (B, Hkv, token blocks, 1), optional
-        Factors of the stored keys and values, one per block of consecutive tokens.
+        Factors of the stored keys and values, one per block of consecutive tokens. Where a key is seen whose factor is
+        not finite, the result is NaN. Factors of values are 0 or, where states are float32, from 1e-30 to 1e30 in
+        magnitude: smaller ones lose bits, larger ones may overflow. What they are is not looked at beforehand.
     kv_dtype : str or dtype, optional
         What ``k`` and ``v`` hold, where they come as raw uint8 or uint16.
     layout : "bhtd" or "bthd"

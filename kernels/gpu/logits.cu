@@ -55,7 +55,8 @@ TA_INLINE float ta_logit(const ta_call& call, const ta_place& here, const ta_row
   bool seen = key < here.end_key;
   const int k = ta_min(key, here.end_key - 1);
 #if TA_K_SCALED
-  dot *= ta_block_scale(call.k_scale, call.k_scale_stride, here, k / (int)call.k_block);
+  const float factor = ta_block_scale(call.k_scale, call.k_scale_stride, here, k / (int)call.k_block);
+  dot *= fabsf(factor) < TA_INF ? factor : TA_INF - TA_INF;  // an infinity might pass for a hidden key's -inf
 #endif
   float logit = dot * call.scale;
 #if TA_SOFTCAP

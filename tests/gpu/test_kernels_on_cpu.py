@@ -168,3 +168,15 @@ def test_vector_kernel_is_as_good_as_plain_numpy(emulator: Any, case: Any, targe
 def test_tensor_core_kernel_is_near_float32(emulator: Any, case: Any, target: Any) -> None:
     assert chosen(case, target).kernel == "matrix"
     check(emulator, target, case, splits=2, error=MATRIX_ERROR[case[0][1]])
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_scale_of_keys_that_is_not_finite_gives_nan(emulator: Any, value: float) -> None:
+    case = ("bfloat16", "int8", "int8"), (4, 2), (16, 16), "plain"
+    q, k, v, options = made(case)
+    options["k_scale"][:, 0, 3] = value
+    spec, args = resolve(q, k, v, Options(**options))
+    found = reference.finish(emulator.partial(spec, args, WAVE_32, splits=3), None)
+    for got, right in zip(found, expected(case)[0], strict=True):
+        assert np.isnan(got[:, :2]).all()
+        assert_close(got[:, 2:], right[:, 2:], largest(right) * 1e-5)
