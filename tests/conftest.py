@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from treeattn.backends import Backend, find
 from treeattn.errors import TreeattnError
 from treeattn.launch import Runtime, find_runtime, mpirun_command, mpirun_environment
 
@@ -243,3 +244,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:  # MPI jobs never meet
             compiles = TESTS / "gpu" in item.path.parents and not item.get_closest_marker("mpi")
             item.add_marker(pytest.mark.xdist_group("cards" if compiles else "ranks"))
+
+
+class Exhausted(Backend):
+    """A backend whose every kernel fails."""
+
+    name, ops = "cpu", find("cpu").ops
+
+    def reasons(self, spec: Any = None) -> list[str]:
+        return []
+
+    def prepare(self, spec: Any) -> Callable[[Any, Any], Any]:
+        def run(args: Any, out: Any) -> None:
+            raise MemoryError("no room")
+
+        return run
+
+
+@pytest.fixture
+def exhausted() -> Backend:
+    """Give a backend that raises MemoryError in every kernel."""
+    return Exhausted()

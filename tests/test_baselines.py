@@ -408,11 +408,11 @@ def test_another_algorithm_on_one_rank_is_an_error_on_all():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_kernel_that_fails_on_the_way_is_heard_of_on_all_and_all_live_on(name):
+def test_a_kernel_that_fails_on_the_way_is_heard_of_on_all_and_all_live_on(name, exhausted):
     q, k, v = arrays()
 
     def call(comm):
-        broken = Exhausted() if comm.rank == 1 else None
+        broken = exhausted if comm.rank == 1 else None
         shard = q, k[:, :, :10], v[:, :, :10]
         if comm.rank == 1:
             with pytest.raises(MemoryError, match="no room"):
@@ -426,22 +426,6 @@ def test_a_kernel_that_fails_on_the_way_is_heard_of_on_all_and_all_live_on(name)
     first, own, last = on_ranks(3, call, hosts=["a", "b", "b"])
     assert own == "own"
     assert first == last == "CommError: rank 1 on host b failed with MemoryError: no room"
-
-
-class Exhausted(treeattn.backends.registry.Backend):
-    """A backend whose every kernel fails."""
-
-    name = "cpu"
-    ops = treeattn.backends.registry.find("cpu").ops
-
-    def reasons(self, spec=None):
-        return []
-
-    def prepare(self, spec):
-        def run(args, out):
-            raise MemoryError("no room")
-
-        return run
 
 
 # ---- outside one process

@@ -191,27 +191,11 @@ def test_the_error_of_another_rank_says_whose_it_is():
     assert on_ranks(3, call, hosts=["a", "b", "b"]) == [other, own, other]
 
 
-def test_a_kernel_that_fails_on_one_rank_is_heard_of_on_all():
-    class Exhausted(treeattn.backends.registry.Backend):
-        name = "cpu"
-        ops = treeattn.backends.registry.find("cpu").ops
-
-        def reasons(self, spec=None):
-            return []
-
-        def prepare(self, spec):
-            def run(args, out):
-                raise MemoryError("no room")
-
-            return run
-
-        def energy(self, spec, args, zeta):
-            raise NotImplementedError
-
+def test_a_kernel_that_fails_on_one_rank_is_heard_of_on_all(exhausted):
     q, k, v = arrays()
 
     def call(comm):
-        backend = Exhausted() if comm.rank == 0 else None
+        backend = exhausted if comm.rank == 0 else None
         if comm.rank == 0:
             with pytest.raises(MemoryError, match="no room"):
                 treeattn.decode(q, k, v, comm=comm, backend=backend)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from treeattn.arrays import KV_DTYPES, narrow_dtype, to_numpy
 from treeattn.errors import InputError
 from treeattn.plan import LARGEST_MESSAGE, Plan
-from treeattn.rounds import Tally
+from treeattn.tally import Tally
 from treeattn.transport import Bytes, Transport
 
 __all__ = ["broadcast", "check_alike", "describe", "sendable"]

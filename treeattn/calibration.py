@@ -22,9 +22,9 @@ from treeattn.executor import Exchange
 from treeattn.fitting import SHORTEST, Sample, add_steps, fit
 from treeattn.plan import Plan
 from treeattn.probes import Probe, probes_for
-from treeattn.rounds import Tally
 from treeattn.session import Session
 from treeattn.state import PartialState
+from treeattn.tally import Tally
 from treeattn.window import Window
 from treeattn.wire_form import WireForm, merger
 

@@ -12,7 +12,7 @@ from treeattn.counting import Count
 from treeattn.errors import CommError, RankTimeout
 from treeattn.gpu_mpi import Verdict
 from treeattn.guard import Guard
-from treeattn.rounds import Tally
+from treeattn.tally import Tally
 from treeattn.transport import Mark, Silence, Transport
 from treeattn.window import room_for_state
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from treeattn.plan import RankRound
-from treeattn.rounds import MessageRound, Records, Tally
+from treeattn.records import Records, Share
+from treeattn.rounds import MessageRound
 from treeattn.state import PartialState, StateOps
-from treeattn.transport import Transport
+from treeattn.tally import Tally
 from treeattn.wire_form import WireForm
 
 __all__ = ["DeviceRecords", "DirectOps", "DirectRound"]
@@ -99,11 +99,9 @@ def _done() -> bool:
 class DirectRound(MessageRound):
     """A round of messages from card to card; the other ranks may be on it or not."""
 
-    def __init__(
-        self, step: RankRound, records: DeviceRecords, transport: Transport, tally: Tally, busy: set[tuple[int, int]]
-    ) -> None:
-        super().__init__([step], [records], transport, tally, busy)
-        self._mirrored, self._places = records, [at for _, _, at in step.receives]
+    def __init__(self, share: Share, records: DeviceRecords, tally: Tally, busy: set[tuple[int, int]]) -> None:
+        super().__init__(share, tally, busy)
+        self._mirrored, self._places = records, [at for step in share.steps for _, _, at in step.receives]
 
     def post(self, full: bool) -> None:
         """Send, and ask for what is to come, once the header is on the card."""

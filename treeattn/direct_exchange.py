@@ -9,8 +9,8 @@ from treeattn.direct import DeviceRecords, DirectOps
 from treeattn.executor import Exchange
 from treeattn.pieces import Pieces
 from treeattn.plan import Plan
-from treeattn.rounds import Tally
 from treeattn.state import PartialState
+from treeattn.tally import Tally
 from treeattn.transport import Transport
 from treeattn.wire_form import WireForm
 

@@ -109,20 +109,7 @@ def decode(
     >>> np.array_equal(out, treeattn.attention(q, k, v))
     True
     """
-    options = Options(
-        scale=scale,
-        mask=mask,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        q_pos=q_pos,
-        kv_pos=kv_pos,
-        kv_len=kv_len,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_dtype=kv_dtype,
-        layout=layout,
-    )
+    options = Options(scale, mask, causal, window, softcap, q_pos, kv_pos, kv_len, k_scale, v_scale, kv_dtype, layout)
     decoding = Decoding(team_of(comm), root=root, return_lse=return_lse, sink=sink, backend=backend, pipeline=pipeline)
     return decoding(lambda: (q, k, v, options))
 

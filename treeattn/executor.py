@@ -12,10 +12,13 @@ from treeattn.agreement import Header
 from treeattn.direct import DeviceRecords, DirectOps, DirectRound
 from treeattn.pieces import Pieces, records_of
 from treeattn.plan import Plan, Usage
-from treeattn.rounds import MessageRound, Records, Tally, WindowRound, places_of
+from treeattn.records import Records, Share, places_of
+from treeattn.rounds import MessageRound
 from treeattn.state import PartialState
+from treeattn.tally import Tally
 from treeattn.transport import Meanwhile, Transport, nothing
 from treeattn.window import Window
+from treeattn.window_round import WindowRound
 from treeattn.wire_form import WireForm
 
 __all__ = ["Exchange"]
@@ -93,14 +96,15 @@ class Exchange:
         self._uses = len(shared)
         rounds: list[MessageRound | WindowRound] = []
         for number, found in groupby(steps, key=lambda step: step.number):
+            share = Share(list(found), parts, self.transport)
             if number in shared:
                 assert self.window is not None, f"rank {self.transport.rank} has no window"
                 ordinal = shared.index(number) + 1
-                rounds.append(WindowRound(list(found), parts, self.transport, self.window, ordinal))
+                rounds.append(WindowRound(share, self.window, ordinal))
             elif isinstance(parts[0], DeviceRecords):
-                rounds.append(DirectRound(next(found), parts[0], self.transport, self._tally, busy))
+                rounds.append(DirectRound(share, parts[0], self._tally, busy))
             else:
-                rounds.append(MessageRound(list(found), parts, self.transport, self._tally, busy))
+                rounds.append(MessageRound(share, self._tally, busy))
         return rounds
 
     def load(self, state: PartialState) -> None:

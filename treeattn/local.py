@@ -122,20 +122,7 @@ def attention(
     >>> out.shape, lse.shape
     ((1, 8, 1, 64), (1, 8, 1))
     """
-    options = Options(
-        scale=scale,
-        mask=mask,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        q_pos=q_pos,
-        kv_pos=kv_pos,
-        kv_len=kv_len,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_dtype=kv_dtype,
-        layout=layout,
-    )
+    options = Options(scale, mask, causal, window, softcap, q_pos, kv_pos, kv_len, k_scale, v_scale, kv_dtype, layout)
     spec, args = resolve(q, k, v, options)
     return_lse = check_flag("return_lse", return_lse)
     _check_out(out, spec)
@@ -204,20 +191,7 @@ def partial_attention(
     >>> np.allclose(treeattn.merge(shards).finish(), treeattn.attention(q, k, v))
     True
     """
-    options = Options(
-        scale=scale,
-        mask=mask,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        q_pos=q_pos,
-        kv_pos=kv_pos,
-        kv_len=kv_len,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_dtype=kv_dtype,
-        layout=layout,
-    )
+    options = Options(scale, mask, causal, window, softcap, q_pos, kv_pos, kv_len, k_scale, v_scale, kv_dtype, layout)
     _, state = compute_state(q, k, v, options, backend, out)
     return state
 
@@ -284,20 +258,7 @@ def energy(
     >>> np.allclose(slope, treeattn.attention(q, k, v)[..., 0])
     True
     """
-    options = Options(
-        scale=scale,
-        mask=mask,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        q_pos=q_pos,
-        kv_pos=kv_pos,
-        kv_len=kv_len,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_dtype=kv_dtype,
-        layout=layout,
-    )
+    options = Options(scale, mask, causal, window, softcap, q_pos, kv_pos, kv_len, k_scale, v_scale, kv_dtype, layout)
     spec, args = resolve(q, k, v, options)
     return give(find(backend, spec).energy(spec, args, _zeta(zeta, spec)), spec.kind)
 

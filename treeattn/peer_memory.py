@@ -27,8 +27,8 @@ from treeattn.errors import BackendError
 from treeattn.executor import Exchange
 from treeattn.lanes import IN_FLIGHT
 from treeattn.plan import Plan
-from treeattn.rounds import Tally
 from treeattn.state import PartialState
+from treeattn.tally import Tally
 from treeattn.transport import Bytes, Transport
 from treeattn.window import Window
 from treeattn.wire_form import WireForm

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from treeattn.plan import spans
-from treeattn.rounds import Records
+from treeattn.records import Records
 from treeattn.state import PartialState
 from treeattn.wire_form import Bytes, WireForm
 

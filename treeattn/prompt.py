@@ -96,19 +96,7 @@ def prefill(
     >>> [np.allclose(out, whole[:, :, at], atol=1e-6) for at, out in run_ranks(3, program)]
     [True, True, True]
     """
-    options = Options(
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        q_pos=q_pos,
-        kv_pos=kv_pos,
-        kv_len=kv_len,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_dtype=kv_dtype,
-        layout=layout,
-    )
+    options = Options(scale, None, causal, window, softcap, q_pos, kv_pos, kv_len, k_scale, v_scale, kv_dtype, layout)
     prepared = _named(algorithm, team_of(comm)).prepare(
         q, k, v, options, comm=comm, return_lse=return_lse, sink=sink, backend=backend, replicated=False
     )

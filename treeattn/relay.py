@@ -16,16 +16,17 @@ import numpy as np
 from treeattn.agreement import Attempt, Header
 from treeattn.counting import Count
 from treeattn.plan import Plan, RankRound
-from treeattn.rounds import SPINS, MessageRound
+from treeattn.rounds import MessageRound
 from treeattn.shortcut import Shortcut
 from treeattn.state import PartialState
 from treeattn.transport import nothing
 from treeattn.window import compiled
+from treeattn.window_round import SPINS
 
 __all__ = ["relay_of"]
 
 YIELDS = 20
-"""How often a rank gives up its core before it sleeps, `treeattn.rounds.SPINS` looks apart."""
+"""How often a rank gives up its core before it sleeps, `treeattn.window_round.SPINS` looks apart."""
 
 HERE, BEHIND = 1, 2
 """Where a leader stops: before its messages, or behind them."""

@@ -9,10 +9,10 @@ import numpy as np
 
 from treeattn.agreement import Attempt
 from treeattn.plan import Plan
-from treeattn.rounds import WindowRound
 from treeattn.shortcut import Shortcut
 from treeattn.state import PartialState
 from treeattn.window import compiled
+from treeattn.window_round import WindowRound
 
 __all__ = ["Swap"]
 

@@ -201,18 +201,7 @@ class Baseline(ABC):
         `same_bits` the result may differ from rank to rank in the last places.
         """
         options = Options(
-            scale=scale,
-            mask=mask,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            q_pos=q_pos,
-            kv_pos=kv_pos,
-            kv_len=kv_len,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            kv_dtype=kv_dtype,
-            layout=layout,
+            scale, mask, causal, window, softcap, q_pos, kv_pos, kv_len, k_scale, v_scale, kv_dtype, layout
         )
         prepared = self.prepare(
             q,
