@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from treeattn import PartialState, TreeComm, calibration
 from treeattn.calibration import Calibration
 from treeattn.catalog import Link
-from treeattn.choosing import choose_radices
+from treeattn.choosing import candidates, choose_radices
 from treeattn.costs import DEFAULT_MODEL, CostModel
 from treeattn.emulation import DelayedTransport, Delays
 from treeattn.fitting import Sample, add_steps, fit
@@ -121,6 +121,27 @@ def test_probes_are_plans_in_which_each_busy_rank_swaps_with_its_partners(hosts,
             assert sent == received
             assert max(sent.values()) == probe.partners
             assert {message.slots for each in busy for message in each.messages} == {probe.slots}
+
+
+@pytest.mark.parametrize("hosts", range(2, 18))
+def test_messages_of_every_size_that_plans_worth_a_look_have_are_timed(hosts):
+    names = tuple(map(str, range(hosts)))
+    timed = {probe.slots for probe in probes_for(names, False) if (probe.way, probe.partners) == ("between", 1)}
+    rounds = itertools.chain(*(plan_allreduce(names, each).rounds for each in candidates(names)))
+    assert timed == {0} | {message.slots for each in rounds for message in each.messages}
+
+
+def test_runs_are_repeated_in_turns_and_each_as_often_as_it_should_be():
+    now, begun = [0.0], []
+
+    def run(seconds):
+        begun.append(seconds)
+        now[0] += seconds
+
+    counts = {1.0: 5, 2.0: 11, 3.0: 100}
+    times = calibration.in_turns(lambda: now[0], [lambda s=each: run(s) for each in counts], list(counts.values()))
+    assert times == [[seconds] * count for seconds, count in counts.items()]
+    assert [seconds for seconds, _ in itertools.groupby(begun)] == [1.0, 2.0, 3.0, 2.0, 3.0]
 
 
 def state_of(rank, heads=8):

@@ -20,7 +20,7 @@ from treeattn.clocks import Clock
 from treeattn.costs import CostModel
 from treeattn.executor import Exchange
 from treeattn.fitting import SHORTEST, Sample, add_steps, fit
-from treeattn.plan import Plan
+from treeattn.plan import Plan, spans
 from treeattn.probes import Probe, probes_for
 from treeattn.session import Session
 from treeattn.state import PartialState
@@ -28,7 +28,7 @@ from treeattn.tally import Tally
 from treeattn.window import Window
 from treeattn.wire_form import WireForm, merger
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["Calibration", "calibrate", "in_turns"]
 
 T = TypeVar("T")
 Run: TypeAlias = Callable[[], object]
@@ -41,6 +41,9 @@ STEP_SECONDS = 0.3
 
 FEWEST, MOST = 5, 200
 """Repeats of a probe, at least and at most."""
+
+TURNS = 3
+"""Turns in which probes are repeated, where there are enough repeats."""
 
 FIRST = 3
 """Repeats that tell how long a probe takes."""
@@ -128,7 +131,7 @@ def _quantiles(channel: Channel, runs: Sequence[Run], seconds: Sequence[float]) 
     clock = channel.transport.clock
     first = [float(np.median(_times(clock, run, FIRST))) for run in runs]
     counts = _concluded(channel, first, partial(_repeats, seconds))
-    times = [_times(clock, run, count) for run, count in zip(runs, counts, strict=True)]
+    times = in_turns(clock, runs, counts)
     return [1e6 * float(np.quantile(each, at)) for at in (0.5, 0.99) for each in times]
 
 
@@ -162,7 +165,18 @@ def _concluded(channel: Channel, values: Sequence[float], conclude: Callable[[Se
     return concluded
 
 
-def _times(clock: Clock, run: Run, count: int) -> list[float]:
+def in_turns(clock: Callable[[], float], runs: Sequence[Run], counts: Sequence[int]) -> list[list[float]]:
+    """Seconds of so many repeats of each run, in turns: a machine that is slow for a while is so for all of them."""
+    parts = [spans(count, min(TURNS, max(1, count // FEWEST))) for count in counts]
+    times: list[list[float]] = [[] for _ in runs]
+    for turn in range(TURNS):
+        for run, part, found in zip(runs, parts, times, strict=True):
+            if turn < len(part):
+                found += _times(clock, run, len(part[turn]))
+    return times
+
+
+def _times(clock: Callable[[], float], run: Run, count: int) -> list[float]:
     """Seconds that each of ``count`` runs takes, by the mean of two in a row, after one that does not count.
 
     Two ranks that only wait for each other, and don't begin at once, take turns in waiting long and not at all.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeAlias
 
 from treeattn.choosing import candidates
@@ -140,11 +141,8 @@ class _Layout:
     def swaps(self, way: str, groups: Groups) -> Iterator[Probe]:
         """Swap messages of each size with one partner, and of two sizes with many, where there are that many."""
         largest = max(map(len, groups))
-        sizes = [0, 1]
-        while 2 * sizes[-1] <= largest // 2:
-            sizes.append(2 * sizes[-1])
         many = _many(largest)
-        yield from (self.swap(way, groups, 1, slots, 1) for slots in sizes if largest > 1)
+        yield from (self.swap(way, groups, 1, slots, 1) for slots in _sizes(largest) if largest > 1)
         yield from (self.swap(way, groups, many, slots, 1) for slots in (0, 1) if many > 1)
 
     def swap(self, way: str, groups: Groups, partners: int, slots: int, leaders: int) -> Probe:
@@ -168,6 +166,13 @@ class _Layout:
 
     def _probe(self, way: str, partners: int, slots: int, leaders: int, *rounds: Round) -> Probe:
         return Probe(way, partners, slots, leaders, Plan("allreduce", None, self.hosts, Radices(), False, rounds))
+
+
+def _sizes(count: int) -> list[int]:
+    """Give how many states messages carry in plans among so many that are worth a look; none, in headers, too."""
+    names = tuple(map(str, range(count)))
+    rounds = chain(*(plan_allreduce(names, radices).rounds for radices in candidates(names)))
+    return sorted({0, *(message.slots for each in rounds for message in each.messages)})
 
 
 def _many(count: int) -> int:

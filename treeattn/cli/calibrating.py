@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treeattn.calibration import in_turns
 from treeattn.choosing import candidates
 from treeattn.comm import TreeComm
 from treeattn.errors import InputError
@@ -32,8 +35,8 @@ WIDTH = 128
 SECONDS = 0.25
 """Roughly how long each plan is repeated."""
 
-FEWEST, MOST = 8, 1000
-"""Repeats, at least and at most."""
+FIRST, FEWEST, MOST = 4, 8, 1000
+"""Repeats that tell how long a plan takes; and then at least and at most."""
 
 SHOWN = 6
 """Plans that are measured, the cheapest first."""
@@ -43,6 +46,7 @@ LEGEND = """\
 inside, rack, between: messages inside a host, between hosts of a rack, between hosts or racks
 window: through memory that a host's ranks share; around: headers to leaders and back; step: a whole merge
 partners: messages that each rank sends at once; leaders: ranks of a host that do so; bytes: of a message or state
+p50, p99: on the slowest rank, of the mean of two in a row
 off: the forecast above what was measured, or below it"""
 
 
@@ -86,7 +90,7 @@ def calibrate(hosts: tuple[str, ...] | None, payload: int) -> tuple[int, Calibra
             for radices in candidates(comm.hosts, shared=shared, model=found.model)
         }
         worth = sorted(costs, key=costs.__getitem__)[:SHOWN]
-        measured = [_measure(radices, costs[radices], comm.hosts, state) for radices in worth]
+        measured = _measured({radices: costs[radices] for radices in worth}, comm.hosts, state)
         return comm.rank, found, chosen, measured
 
 
@@ -96,21 +100,31 @@ def _state(rank: int, payload: int) -> PartialState:
     return PartialState.from_lse(out, np.zeros((1, rows, 1), np.float32), base="e")
 
 
-def _measure(radices: Radices, predicted_us: float, hosts: tuple[str, ...], state: PartialState) -> Measured:
-    with TreeComm(hosts=hosts, plan=radices) as comm:
-        consult = partial(team_of(comm).consult, "topology", ())
-        first = [_elapsed(comm, state) for _ in range(4)]
-        slowest = max(each["seconds"] for each in consult({"seconds": float(np.median(first))}))
-        times = [_elapsed(comm, state) for _ in range(int(min(max(SECONDS / slowest, FEWEST), MOST)))]
-        told = consult({"us": [1e6 * float(np.quantile(times, at)) for at in (0.5, 0.99)]})
-        p50, p99 = (max(each) for each in zip(*(each["us"] for each in told), strict=True))
-        return Measured(str(radices), predicted_us, p50, p99)
+def _measured(forecasts: dict[Radices, float], hosts: tuple[str, ...], state: PartialState) -> list[Measured]:
+    """Time a merge by each plan, all in turns."""
+    with ExitStack() as stack:
+        comms = [stack.enter_context(TreeComm(hosts=hosts, plan=radices)) for radices in forecasts]
+        runs = [partial(comm.allreduce, state) for comm in comms]
+        counts = [_repeats(comm, run) for comm, run in zip(comms, runs, strict=True)]
+        times = in_turns(time.perf_counter, runs, counts)
+        quantiles = [_slowest(comm, np.quantile(each, (0.5, 0.99))) for comm, each in zip(comms, times, strict=True)]
+    return [
+        Measured(str(radices), us, *(1e6 * each for each in found))
+        for (radices, us), found in zip(forecasts.items(), quantiles, strict=True)
+    ]
 
 
-def _elapsed(comm: TreeComm, state: PartialState) -> float:
-    start = time.perf_counter()
-    comm.allreduce(state)
-    return time.perf_counter() - start
+def _repeats(comm: TreeComm, run: Callable[[], object]) -> int:
+    """How often to repeat it, by how long it takes the slowest rank after the first times."""
+    (first,) = in_turns(time.perf_counter, [run], [FIRST])
+    (slowest,) = _slowest(comm, [np.median(first)])
+    return int(min(max(SECONDS / slowest, FEWEST), MOST))
+
+
+def _slowest(comm: TreeComm, seconds: Iterable[float]) -> list[float]:
+    """Give each of some times as it was on the rank where it was the longest."""
+    told = team_of(comm).consult("topology", (), {"seconds": [float(each) for each in seconds]})
+    return [max(each) for each in zip(*(each["seconds"] for each in told), strict=True)]
 
 
 def show(to: Console, found: Calibration, chosen: Radices, measured: list[Measured]) -> None:
