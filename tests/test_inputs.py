@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from fractions import Fraction
 
 import ml_dtypes
@@ -13,7 +14,7 @@ import treeattn
 from treeattn import inputs
 from treeattn.errors import InputError
 from treeattn.inputs import Options, resolve
-from treeattn.positions import POSITION_LIMIT
+from treeattn.positions import POSITION_LIMIT, Consecutive
 
 B, HQ, HKV, TQ, TK, D, DV = 2, 4, 2, 3, 10, 8, 6
 F32 = np.float32
@@ -333,6 +334,17 @@ def test_byte_swapped_raw_storage_is_read_as_what_it_is():
     raw = given["k"].view(np.uint16)
     _, args = resolved(**{**given, "k": raw.astype(raw.dtype.newbyteorder())}, kv_dtype="bfloat16")
     assert np.array_equal(args.k, given["k"])
+
+
+def test_the_positions_of_a_long_context_are_not_kept():
+    resolved(**arrays(), causal=True)
+    tracemalloc.start()
+    try:
+        for tokens in (1_000, 3_000_000, 100_000):
+            assert Consecutive(0).array(1, tokens)[0, [0, -1]].tolist() == [0, tokens - 1]
+        assert tracemalloc.get_traced_memory()[0] < 2**21
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)])
