@@ -233,6 +233,20 @@ def test_a_failing_rank_ends_the_job(mpirun, how, status, words):
     assert words in job.stderr
 
 
+@pytest.mark.parametrize(("who", "rank", "words"), [
+    ("one", 1, "root: expected a rank from 0 to 2, got -1"),
+    ("differ", 0, "root: expected the same on every rank, got 0 on ranks 0, 2 and 1 on rank 1"),
+])  # fmt: skip
+def test_what_all_ranks_raise_is_one_traceback_of_the_rank_that_was_wrong(mpirun, who, rank, words):
+    job = mpirun("one_wrong", 3, who, check=False, timeout=60)
+    assert job.rc == 1, job
+    lines = [line for line in job.stderr.splitlines() if line.startswith("[rank ")]
+    assert len(lines) == 1, job
+    assert lines[0].startswith(f"[rank {rank} of 3, ")
+    assert job.stderr.count("Traceback") == 1
+    assert words in job.stderr
+
+
 SAY_WHO = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from treeattn import errors
-from treeattn.errors import CommError, InputError, TreeattnError
+from treeattn.errors import TOLD_ELSEWHERE, CommError, InputError, TreeattnError
 from treeattn.plan import HEADER_BYTES
 from treeattn.state import PartialState
 
@@ -219,14 +219,19 @@ def conclude(descriptions: Sequence[Description], hosts: Sequence[str], rank: in
     InputError
         Something differs that must be the same: what, and who has which value.
     """
-    if own is not None:
-        raise own
     failed = [number for number, each in enumerate(descriptions) if each.error_kind is not None]
-    if failed:
-        raise _error_of(descriptions[failed[0]], failed, hosts)
+    error = own or (_error_of(descriptions[failed[0]], failed, hosts) if failed else _difference(descriptions))
+    if error is not None:
+        speaker = failed[0] if failed else 0
+        setattr(error, TOLD_ELSEWHERE, rank != speaker)
+        raise error
+
+
+def _difference(descriptions: Sequence[Description]) -> InputError | None:
     for name, values in _comparisons(descriptions):
         if any(value != values[0] for value in values):
-            raise InputError.of(name, expected="the same on every rank", got=_who_has_what(values))
+            return InputError.of(name, expected="the same on every rank", got=_who_has_what(values))
+    return None
 
 
 def _error_of(description: Description, failed: list[int], hosts: Sequence[str]) -> TreeattnError:

@@ -15,6 +15,10 @@ __all__ = [
 ]
 
 
+TOLD_ELSEWHERE = "treeattn_told_elsewhere"
+"""Attribute of an exception that all ranks raise, true but on one rank: a job need not print it from every rank."""
+
+
 class TreeattnError(Exception):
     """Base of all errors that treeattn raises on purpose."""
 

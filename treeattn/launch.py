@@ -21,10 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from treeattn.errors import CommError, InputError, MissingDependencyError, TreeattnError
+from treeattn.errors import TOLD_ELSEWHERE, CommError, InputError, MissingDependencyError, TreeattnError
 from treeattn.job import running
 
 __all__ = [
+    "GRACE",
     "Launched",
     "Runtime",
     "abort",
@@ -39,6 +40,9 @@ __all__ = [
 
 FORWARDING = 0.1
 """Seconds between a message and Abort: MPICH's launcher drops what it has not passed on when a rank aborts."""
+
+GRACE = 1.5
+"""Seconds that a failing rank leaves to another, which may be about to say the same for all of them."""
 
 _BANNERS = {"Open MPI": "openmpi", "Open RTE": "openmpi", "PRRTE": "openmpi", "Intel(R) MPI": "intel", "HYDRA": "mpich"}
 
@@ -241,6 +245,8 @@ def run(ranks: int, arguments: Sequence[str]) -> int:
 def install_abort_hook() -> None:
     """End the whole job when this rank fails: one tagged traceback, then ``COMM_WORLD.Abort``.
 
+    Of an error that all ranks raise, there is one traceback too: that of the rank on which something was wrong.
+
     Call it at the top of an ``mpirun`` script. Without it, an uncaught exception, or a ``sys.exit`` with a nonzero
     status, on one rank leaves the others waiting for ever. ``sys.exit`` then ends the job at the spot, without
     running ``finally`` blocks, since those may wait for other ranks. A process that is alone keeps Python's own ways.
@@ -252,6 +258,8 @@ def install_abort_hook() -> None:
         if _world() is None:
             python_excepthook(kind, error, trace)
         else:
+            if getattr(error, TOLD_ELSEWHERE, False):
+                time.sleep(GRACE)
             abort("".join(traceback.format_exception(kind, error, trace)))
 
     def exit(status: Any = None) -> NoReturn:

@@ -10,12 +10,9 @@ from typing import NoReturn
 import click
 
 from treeattn.errors import TreeattnError
-from treeattn.launch import abort, launched
+from treeattn.launch import GRACE, abort, launched
 
 __all__ = ["run_command"]
-
-GRACE = 1.5
-"""Seconds that a failing rank leaves to rank 0, which may be about to say the same for all of them."""
 
 
 def run_command(command: click.Command, arguments: Sequence[str]) -> NoReturn:
