@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
@@ -532,6 +533,19 @@ def test_a_second_thread_gets_an_error_at_once():
 
     started = threading.Event()
     run_ranks(2, body)
+
+
+def test_threads_of_one_process_use_a_communicator_at_once():
+    class Slow:
+        """Becomes an array in the middle of an operation, and only once another thread has ended one."""
+
+        def __array__(self, dtype=None, copy=None):
+            with ThreadPoolExecutor(1) as threads:
+                return threads.submit(treeattn.decode, q, k, v, comm=comm).result()
+
+    q, k, v = sequence(0, 6)
+    comm = TreeComm()
+    assert np.array_equal(comm.bcast(Slow()), treeattn.attention(q, k, v))
 
 
 class Patient(ThreadTransport):

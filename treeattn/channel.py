@@ -60,7 +60,7 @@ class Channel:
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.transport, self.guard = transport, Guard()
+        self.transport, self.guard = transport, Guard(transport.size)
         self.rank, self.size = transport.rank, transport.size
         self.steps, self.freed = Count(), False
         self._branches: list[Transport] = []
@@ -83,10 +83,20 @@ class Channel:
     def apart(self) -> Channel:
         """Give a channel on the same wire for calls within a call: counted apart, and states travel as they are."""
         made = copy(self)
-        made.guard, made.wire_dtype = Guard(), None
+        made.guard, made.wire_dtype = Guard(self.size), None
         made.name_hosts(self.hosts)
         made.most_room = self.most_room
         return made
+
+    def operate(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a whole operation, and no other meanwhile; where Ctrl-C cuts it short, ranks have lost each other."""
+        try:
+            return self.guard.run(function, *arguments)
+        except Exception:
+            raise
+        except BaseException as error:
+            self.break_off(error)
+            raise
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call what sends and receives; if it does not end well, ranks have lost each other, and that is for good."""
@@ -98,13 +108,14 @@ class Channel:
             raise late from None
         except BaseException as error:
             self.break_off(error)
-            if isinstance(error, CommError) or not isinstance(error, Exception):
+            if self.size == 1 or isinstance(error, CommError) or not isinstance(error, Exception):
                 raise
             raise CommError(f"the ranks lost each other in the middle of an operation: {error}") from error
 
     def break_off(self, error: BaseException) -> None:
-        """Break because of an error in the middle of an operation."""
-        self._break(f"{type(error).__name__}: {error}")
+        """Break because of an error in the middle of an operation; a rank that is alone has nobody to lose."""
+        if self.size > 1:
+            self._break(f"{type(error).__name__}: {error}")
 
     def _call_roll(self, mark: Mark) -> RankTimeout:
         """Find out who is missing: not those for whom this rank waits, who may wait in vain themselves."""
@@ -134,7 +145,8 @@ class Channel:
 
     def _gather_padded(self, data: bytes, room: int) -> list[bytes]:
         self.tally.collectives += 1
-        return self.transport.allgather(_LENGTH.pack(len(data)) + data[:room].ljust(room, b"\0"))
+        padded = _LENGTH.pack(len(data)) + data[:room].ljust(room, b"\0")
+        return self.transport.allgather(padded) if self.size > 1 else [padded]
 
     def share(self, values: dict[str, Any]) -> list[dict[str, Any]]:
         """Give every rank's values, which JSON can carry, by rank; collective, in the middle of an operation."""
@@ -153,13 +165,15 @@ class Channel:
 
     def free(self) -> None:
         """Give the transports back; collective."""
-        with self.guard:
-            self.guard.close("this communicator was freed")
-            self.freed = True
-            if self.cards is not None:
-                self.cards.free()
-            for transport in (*self._branches, self.transport):
-                transport.free()
+        self.operate(self._free)
+
+    def _free(self) -> None:
+        self.guard.close("this communicator was freed")
+        self.freed = True
+        if self.cards is not None:
+            self.cards.free()
+        for transport in (*self._branches, self.transport):
+            transport.free()
 
     def _break(self, reason: str) -> None:
         self.guard.close(f"this communicator is broken ({reason}); end the job, or make another of the ranks left")

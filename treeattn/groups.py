@@ -70,11 +70,6 @@ class Groups:
         try:
             with self._lanes.flying(self._main):
                 return self._run(groups, attempt)
-        except Exception:
-            raise
-        except BaseException as error:
-            self._channel.break_off(error)
-            raise
         finally:
             self._leave()
 

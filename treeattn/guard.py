@@ -3,42 +3,69 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 from treeattn.errors import CommError
 
 __all__ = ["Guard"]
 
+T = TypeVar("T")
+
 
 class Guard:
-    """Enter it for the time of one operation.
+    """Runs the operations of one communicator, or refuses to.
+
+    Parameters
+    ----------
+    ranks : int
+        How many there are. What one process does alone meets nobody: there, threads may run operations at once.
+
+    Attributes
+    ----------
+    lock : threading.Lock
+        Held during an operation of several ranks.
+    reason : str or None
+        Why every operation is refused from here on.
 
     Examples
     --------
-    >>> guard = Guard()
-    >>> with guard:
-    ...     pass
+    >>> guard = Guard(2)
+    >>> guard.run(max, 3, 4)
+    4
+    >>> guard.run(guard.run, max, 3, 4)
+    Traceback (most recent call last):
+    treeattn.errors.CommError: this communicator is in use, by another thread or in the middle of an operation
     >>> guard.close("this communicator was freed")
-    >>> with guard:
-    ...     pass
+    >>> guard.run(max, 3, 4)
     Traceback (most recent call last):
     treeattn.errors.CommError: this communicator was freed
     """
 
-    __slots__ = ("lock", "reason")
+    __slots__ = ("_alone", "lock", "reason")
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, ranks: int) -> None:
+        self.lock, self._alone = threading.Lock(), ranks == 1
         self.reason: str | None = None
 
-    def __enter__(self) -> None:
-        if not self.lock.acquire(blocking=False):
-            raise CommError("this communicator is in use, by another thread or in the middle of an operation")
-        if self.reason is not None:
-            self.lock.release()
-            raise CommError(self.reason)
+    def run(self, function: Callable[..., T], *arguments: object) -> T:
+        """Run an operation, and give what it returns.
 
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
+        Ctrl-C may come between any two steps of this, and leaves the lock as it was found: what takes it also notes
+        that, in one call of C, and what frees it is one.
+        """
+        took: list[bool] = []
+        try:
+            if not self._alone:
+                took.extend(map(self.lock.acquire, (False,)))
+            if self.reason is not None:
+                raise CommError(self.reason)
+            if False in took:
+                raise CommError("this communicator is in use, by another thread or in the middle of an operation")
+            return function(*arguments)
+        finally:
+            if True in took:
+                self.lock.release()
 
     def close(self, reason: str) -> None:
         """Refuse every operation from here on, with this reason; the first reason stays."""

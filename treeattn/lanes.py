@@ -72,17 +72,20 @@ class Lanes:
 
     def begin(self, attempt: Attempt, out: PartialState | None) -> Reduction:
         """Start an attempt, and move on what is in flight."""
-        with self._channel.guard:
-            if not self.room(1):
-                raise CommError(f"{IN_FLIGHT} all-reduces of this communicator are in flight: end one before the next")
-            lane = self.take()
-            try:
-                lane.begin(attempt)
-                self._channel.call(self.advance)
-            except BaseException:
-                self.leave(lane)
-                raise
-        return Reduction(partial(self._end, lane, out))
+        lane = self._channel.operate(self._begin, attempt)
+        return Reduction(partial(self._channel.operate, self._end, lane, out))
+
+    def _begin(self, attempt: Attempt) -> Session:
+        if not self.room(1):
+            raise CommError(f"{IN_FLIGHT} all-reduces of this communicator are in flight: end one before the next")
+        lane = self.take()
+        try:
+            lane.begin(attempt)
+            self._channel.call(self.advance)
+        except BaseException:
+            self.leave(lane)
+            raise
+        return lane
 
     def room(self, lanes: int) -> bool:
         """Whether so many more may be in flight."""
@@ -121,11 +124,10 @@ class Lanes:
             self._flying.remove(session)
 
     def _end(self, lane: Session, out: PartialState | None) -> PartialState | None:
-        with self._channel.guard:
-            try:
-                return lane.end(out, partial(self.advance, lane))
-            finally:
-                self.leave(lane)
+        try:
+            return lane.end(out, partial(self.advance, lane))
+        finally:
+            self.leave(lane)
 
     def advance(self, ending: Session | None = None) -> None:
         """Move on what is in flight, except for the lane that does so itself."""
@@ -137,8 +139,8 @@ class Lanes:
         """Do ``work``, which must not use the communicator, and let what is in flight move on in the meantime."""
         if not self._flying or not self._channel.transport.needs_progress:
             return work()
-        with self._channel.guard:
-            return self.move_beside(work)
+        result: T = self._channel.operate(self.move_beside, work)
+        return result
 
     def move_beside(self, work: Callable[[], T]) -> T:
         """Do the same in the middle of an operation."""

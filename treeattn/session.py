@@ -82,8 +82,11 @@ class Session:
             self._describe(attempt)
             self.agreed = attempt.signature
         self._exchange = self._exchange_of(self.agreed, attempt.state)
-        self._attempt, header = self._load(self._exchange, attempt)
-        self._channel.call(self._running.begin, header)
+        self._channel.call(self._start, self._exchange, attempt)
+
+    def _start(self, exchange: Exchange, attempt: Attempt) -> None:
+        self._attempt, header = self._load(exchange, attempt)
+        exchange.begin(header)
 
     def advance(self) -> None:
         """Go on with what was begun, without waiting."""

@@ -83,23 +83,29 @@ class Shortcut(ABC):
         """
         if (state is not self._last_state or out is not self._last_out) and not self._takes(state, out):
             return None
-        if self._guard.reason is not None or not self._enter(False):
+        if self._guard.reason is not None:
             return None
+        found: int | None = 0
         try:
-            merged: PartialState = state._like(np.empty(self._shape, self._dtype)) if out is None else out
-            check = 0 if attempt is None else attempt.check
-            if check != self._checked:
-                self._check[0] = self._checked = check
-            found = self._run(state._packed, merged._packed, self._third, self._fourth)
-            if found == 0:
-                self._tally.usage = self._usage
-                return merged
-            return self._otherwise(found, attempt or Attempt(self.signature, state, None), out)
-        except KeyboardInterrupt as error:
-            self._channel.break_off(error)
+            if not self._enter(False):
+                return None
+            try:
+                merged: PartialState = state._like(np.empty(self._shape, self._dtype)) if out is None else out
+                check = 0 if attempt is None else attempt.check
+                if check != self._checked:
+                    self._check[0] = self._checked = check
+                found = None
+                found = self._run(state._packed, merged._packed, self._third, self._fourth)
+                if found == 0:
+                    self._tally.usage = self._usage
+                    return merged
+                return self._otherwise(found, attempt or Attempt(self.signature, state, None), out)
+            finally:
+                self._leave()
+        except BaseException as error:
+            if found is None or not isinstance(error, Exception):  # a signal has cut it short
+                self._channel.break_off(error)
             raise
-        finally:
-            self._leave()
 
     def _takes(self, state: Any, out: Any) -> bool:
         """Whether these are states like those that were agreed on; the next call with the same ones need not ask."""

@@ -123,13 +123,14 @@ class Team:
             merged = shortcut.merge(attempt.state, out, attempt)
             if merged is not None:
                 return merged
-        with self.channel.guard:
-            attempt = with_out(attempt, out)
-            if self.size > 1:
-                return self.session.merge(attempt, out)
-            if attempt.error is not None or attempt.state is None:
-                raise attempt.error or InputError.of("attempt", expected="a state or an error", got="neither")
-            return attempt.state if out is None else _copy(attempt.state, out)
+        return self.channel.operate(self._exchange, with_out(attempt, out), out)
+
+    def _exchange(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
+        if self.size > 1:
+            return self.session.merge(attempt, out)
+        if attempt.error is not None or attempt.state is None:
+            raise attempt.error or InputError.of("attempt", expected="a state or an error", got="neither")
+        return attempt.state if out is None else _copy(attempt.state, out)
 
     def in_groups(self, groups: int, attempt: Callable[[int, Beside], Attempt]) -> list[PartialState | None]:
         """Merge groups of one call, the state of one under way while the next one's is computed.
@@ -148,8 +149,7 @@ class Team:
         if self.size == 1:
             tried = (attempt(index, lambda work: work()) for index in range(groups))
             return [self.exchange(each, out=each.state) for each in tried]
-        with self.channel.guard:
-            return self._groups.run(groups, attempt)
+        return self.channel.operate(self._groups.run, groups, attempt)
 
     def beside(self, work: Callable[[], T]) -> T:
         """Do ``work``, on another thread and without the communicator, while what was begun moves on.
@@ -160,20 +160,22 @@ class Team:
 
     def bcast(self, array: Any, root: int) -> Array:
         """Give every rank the root's array; see `treeattn.TreeComm.bcast`."""
-        with self.channel.guard:
-            given, error = None, None
-            try:
-                root = check_rank("root", root, self.size)
-                given = sendable(array, self.rank == root)
-            except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
-                error = wrong
-            told = self._consult(Description("bcast", root, values={"array": describe(given)}), error)
-            dtype, shape = check_alike([each["array"] for each in told], root)
-            data = given if given is not None and self.rank == root else np.empty(shape, dtype)
-            radices = self.policy.radices(data.nbytes, self.session.shares(data.nbytes))
-            plan = plan_bcast(self.channel.hosts, root, radices)
-            self.channel.call(broadcast, plan, self.channel.transport, data, self.channel.tally)
-            return data
+        return self.channel.operate(self._bcast, array, root)
+
+    def _bcast(self, array: Any, root: int) -> Array:
+        given, error = None, None
+        try:
+            root = check_rank("root", root, self.size)
+            given = sendable(array, self.rank == root)
+        except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
+            error = wrong
+        told = self._consult(Description("bcast", root, values={"array": describe(given)}), error)
+        dtype, shape = check_alike([each["array"] for each in told], root)
+        data = given if given is not None and self.rank == root else np.empty(shape, dtype)
+        radices = self.policy.radices(data.nbytes, self.session.shares(data.nbytes))
+        plan = plan_bcast(self.channel.hosts, root, radices)
+        self.channel.call(broadcast, plan, self.channel.transport, data, self.channel.tally)
+        return data
 
     def consult(
         self, operation: str, fields: Fields, values: dict[str, Any], error: Exception | None = None
@@ -201,8 +203,7 @@ class Team:
         Exception
             On every rank, if any has an error or ``fields`` differ.
         """
-        with self.channel.guard:
-            return self._consult_fields(operation, fields, values, error)
+        return self.channel.operate(self._consult_fields, operation, fields, values, error)
 
     def _consult_fields(
         self, operation: str, fields: Fields, values: dict[str, Any], error: Exception | None = None
@@ -224,9 +225,8 @@ class Team:
             raises breaks the communicator: keep an error of this rank's own until all messages are through, and let
             another `consult` report it.
         """
-        with self.channel.guard:
-            result: T = self.channel.call(self._conversation, function)
-            return result
+        result: T = self.channel.operate(self.channel.call, self._conversation, function)
+        return result
 
     def _conversation(self, function: Callable[[Wire], T]) -> T:
         wire = Wire(self.channel)

@@ -1,0 +1,146 @@
+"""Ctrl-C at every place of an operation where Python lets a signal in: what is left works on, or says it is broken."""
+
+import dis
+import functools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import treeattn
+from treeattn import TreeComm
+from treeattn.errors import CommError
+from treeattn.testing import run_ranks
+
+LIBRARY = Path(treeattn.__file__).parent
+TESTING = LIBRARY / "testing"
+
+
+@functools.cache
+def places_in(code):
+    """Where CPython looks for signals: at the start of a function, after a call, and after a jump backwards."""
+    folders = Path(code.co_filename).parents
+    if LIBRARY not in folders or TESTING in folders:
+        return frozenset()
+    found, before = set(), "RESUME"
+    for each in dis.get_instructions(code):
+        if before == "RESUME" or before.startswith("CALL"):
+            found.add(each.offset)
+        before = each.opname
+    return frozenset(found)
+
+
+def tracing(at, operation):
+    """Run an operation with ``at(place)`` called wherever a signal could come on this thread."""
+
+    def on_event(frame, event, _):
+        if not places_in(frame.f_code):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_lasti in places_in(frame.f_code):
+            at((frame.f_code, frame.f_lasti))
+        return on_event
+
+    before = sys.gettrace()
+    sys.settrace(on_event)
+    try:
+        return operation()
+    finally:
+        sys.settrace(before)
+
+
+def places_of(operation):
+    found = {}
+    tracing(lambda place: found.setdefault(place), operation)
+    return list(found)
+
+
+def interrupted(place, operation):
+    """Run an operation until it comes to a place; tell whether it did."""
+
+    def strike(now):
+        if now == place:
+            raise KeyboardInterrupt
+
+    try:
+        tracing(strike, operation)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((1, 2, n, 4), dtype=np.float32) for n in (1, 6, 6)]
+
+
+Q, K, V = arrays()
+STATE = treeattn.partial_attention(Q, K, V)
+
+OPERATIONS = {
+    "allreduce": lambda comm: comm.allreduce(STATE).finish()[0],
+    "begin": lambda comm: comm.allreduce_begin(STATE).end().finish()[0],
+    "reduce": lambda comm: comm.reduce(STATE, 0),
+    "decode": lambda comm: treeattn.decode(Q, K, V, comm=comm),
+    "pipeline": lambda comm: treeattn.decode(Q, K, V, comm=comm, pipeline=2),
+    "bcast": lambda comm: comm.bcast(K),
+    "total_stats": lambda comm: comm.total_stats(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_one_process_works_on(name):
+    comm = TreeComm()
+    operation = functools.partial(OPERATIONS[name], comm)
+    operation()
+    places = places_of(operation)
+    assert len(places) > 5
+    for place in places:
+        assert interrupted(place, operation)
+        operation()
+
+
+def for_ever(operation):
+    while True:
+        operation()
+
+
+def after_an_interrupt(transport, operation, place, places):
+    """Let rank 1 be interrupted in its third call; give what it can do then."""
+    comm = TreeComm(transport)
+    for _ in range(2):
+        operation(comm)
+    if comm.rank == 0:
+        with pytest.raises(CommError):
+            for_ever(lambda: operation(comm))
+    elif place is None:
+        places += places_of(lambda: operation(comm))
+    elif not interrupted(place, lambda: operation(comm)):
+        return "was elsewhere"
+    elif not comm.usable:
+        with pytest.raises(CommError, match=r"^this communicator is broken \(KeyboardInterrupt"):
+            operation(comm)
+        return "broken"
+    else:
+        for _ in range(3):
+            operation(comm)
+    return "works on"
+
+
+def some_of(places):
+    """Give all places where a lock is taken or given back, and of the others one in twenty."""
+    delicate = {place for place in places if Path(place[0].co_filename).stem in ("guard", "shortcut")}
+    return [place for number, place in enumerate(places) if place in delicate or number % 20 == 0]
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@pytest.mark.parametrize("name", sorted({*OPERATIONS} - {"begin"}))  # what was begun and never ended is lost anyway
+def test_a_rank_works_on_or_knows_that_it_has_lost_the_others(name, hosts):
+    places = []
+    run_ranks(2, lambda transport: after_an_interrupt(transport, OPERATIONS[name], None, places), hosts=hosts)
+    found = {
+        run_ranks(2, lambda t, place=place: after_an_interrupt(t, OPERATIONS[name], place, []), hosts=hosts)[1]
+        for place in some_of(places)
+    }
+    assert found - {"was elsewhere"} == {"works on", "broken"}  # what is found ready depends on the other rank
