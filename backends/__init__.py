@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from treeattn.lazy import lazily
 
 if TYPE_CHECKING:
-    from treeattn.backends.base import Attend, Backend, Capabilities, Prepared
+    from treeattn.backends.base import Attend, Backend, Capabilities, Prepared, StateOps
     from treeattn.backends.host import HostOps, StagedOps
     from treeattn.backends.memory import HostMemory, KVMemory
     from treeattn.backends.registry import available, find, names
@@ -32,6 +32,7 @@ __all__ = [
     "KVMemory",
     "Prepared",
     "StagedOps",
+    "StateOps",
     "available",
     "find",
     "names",
@@ -46,6 +47,7 @@ _HOMES = {
     "KVMemory": "memory",
     "Prepared": "base",
     "StagedOps": "host",
+    "StateOps": "base",
     "available": "registry",
     "find": "registry",
     "names": "registry",

@@ -13,11 +13,11 @@ A backend says which kernels run for a call, and how the states they make are me
    arrays may be read-only, have any strides and no keys at all. It must not use a key or value that is hidden, whatever
    it holds. What the options mean and in which order they apply, `treeattn.attention` says; ``kernels/reference.py``
    does it in a hundred plain lines.
-4. Set ``ops`` to an object with the methods of `treeattn.state.StateOps`, which says how a packed state is laid out;
-   `treeattn.backends.host.HostOps` has them for states that are NumPy arrays. They merge and finish packed states, and
+4. Set ``ops`` to an object with the methods of `treeattn.backends.StateOps`, which says how a packed state is laid out;
+   `treeattn.backends.HostOps` has them for states that are NumPy arrays. They merge and finish packed states, and
    take them to the wire and back (``prepare_pack``, ``prepare_unpack``): there a state is relative to a whole power of
    two, and between the two it is the host that merges. The tree never looks inside a state in any other way. All of it
-   must give the bits of `HostOps`, since ranks with different backends may meet. `treeattn.backends.host.StagedOps`
+   must give the bits of `HostOps`, since ranks with different backends may meet. `treeattn.backends.StagedOps`
    does it for states elsewhere, by copies to the host and back: then ``name``, ``empty``, ``fill_identity``,
    ``to_host`` and ``from_host`` are left to write, and what is worth doing on the device. A row with l = 0 saw no key,
    and its o may be anything.
@@ -31,7 +31,7 @@ A backend says which kernels run for a call, and how the states they make are me
    joined by NCCL, and those of `treeattn.peer_memory.PeerCard` let them read each other's memory.
 7. Override `prepare_attention` where one call is faster at both computing and finishing, with the same bits, and
    `energy` where arrays live on a device; host arrays are served by the default.
-8. Set ``memory`` to an object with the methods of `treeattn.backends.memory.KVMemory` where your kernels read keys and
+8. Set ``memory`` to an object with the methods of `treeattn.backends.KVMemory` where your kernels read keys and
    values elsewhere than in host memory: `treeattn.ShardedKVCache` then keeps its share there. It allocates rows and
    writes tokens to them, and no more: who holds which token, when rows must grow and what to do when there is no room
    for them is the cache's business, the same for all backends. Writing is an operation of its own because it converts
@@ -59,12 +59,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from treeattn.backends.memory import HostMemory, KVMemory
+from treeattn.state_ops import StateOps
 
 if TYPE_CHECKING:
     from treeattn.inputs import Args, Spec
-    from treeattn.state import StateOps
 
-__all__ = ["Attend", "Backend", "Capabilities", "Prepared"]
+__all__ = ["Attend", "Backend", "Capabilities", "Prepared", "StateOps"]
 
 Prepared: TypeAlias = "Callable[[Args, Any], Any]"
 """``prepared(args, out)``: fills the packed buffer ``out`` (B, Hq, Tq, Dv + 2) with the state of this call's keys."""

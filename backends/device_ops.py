@@ -29,7 +29,7 @@ FAMILIES = {"cuda": "cuda", "hip": "rocm"}
 
 
 class DeviceOps(StagedOps):
-    """`treeattn.state.StateOps` for packed float32 states in device memory.
+    """`treeattn.state_ops.StateOps` for packed float32 states in device memory.
 
     Parameters
     ----------

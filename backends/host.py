@@ -19,7 +19,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class HostOps:
-    """`treeattn.state.StateOps` for packed states that are NumPy arrays.
+    """`treeattn.state_ops.StateOps` for packed states that are NumPy arrays.
 
     Parameters
     ----------

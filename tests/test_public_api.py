@@ -189,6 +189,26 @@ def test_every_public_function_and_class_has_an_example(name):
     assert ">>> " in (inspect.getdoc(getattr(treeattn, name)) or "")
 
 
+@pytest.mark.parametrize("public", [name for name in CALLABLE if inspect.isclass(getattr(treeattn, name))])
+def test_every_public_method_is_in_an_example_and_says_what_it_returns(public):
+    every = "".join(examples_of(thing) for _, thing in parts_of(public))
+    for name, thing in parts_of(public):
+        if not inspect.isfunction(thing) or isinstance(vars_of(public).get(name.rpartition(".")[2]), property):
+            continue
+        assert f".{name.rpartition('.')[2]}(" in every, f"{name} is in no example"
+        assert thing.__annotations__["return"] == "None" or "\nReturns\n" in inspect.getdoc(thing), name
+
+
+def examples_of(thing):
+    lines = (inspect.getdoc(thing) or "").splitlines(keepends=True)
+    return "".join(line for line in lines if line.startswith((">>> ", "... ")))
+
+
+def vars_of(public):
+    thing = getattr(treeattn, public)
+    return {name: inspect.getattr_static(thing, name) for name in dir(thing)}
+
+
 @pytest.mark.parametrize("module", sorted(m for m, path in MODULES.items() if ">>> " in path.read_text()))
 def test_examples_run(module):
     outcome = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
@@ -228,7 +248,8 @@ def test_attention_in_one_process_loads_no_mpi_and_no_command_line():
 # ---- which way imports point
 
 FOUNDATION = {
-    "arrays", "checks", "devices", "errors", "factors", "inputs", "lazy", "positions", "state", "storage", "wire_form",
+    "arrays", "checks", "devices", "errors", "factors", "inputs", "lazy", "positions", "state", "state_arguments",
+    "state_ops", "storage", "wire_form",
 }  # fmt: skip
 ABOVE_BOTH_SIDES = {"local", "distributed", "cache", "baselines", "pipeline", "prompt"}
 TOOLS = {"cli", "doctor", "testing", "__main__", "treeattn"}

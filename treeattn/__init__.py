@@ -1,7 +1,18 @@
 """Exact attention decoding over a key/value cache too big for one device, on any MPI cluster.
 
-The method is Tree Attention (arXiv 2408.04093). Importing this package imports NumPy and nothing heavier: numba,
-mpi4py and the backends are imported when they are first used.
+The method is Tree Attention (arXiv 2408.04093). On one process, `attention` takes arrays and gives the output. On MPI
+ranks, each with a shard of the keys and values, `decode` gives all of them the output; `TreeComm` says how they are
+joined, and `ShardedKVCache` deals new tokens out to them. What both are made of is public too: `partial_attention`
+gives a `PartialState`, and `merge` merges states of different keys. docs/reference.md lists what each class has.
+
+>>> import numpy as np, treeattn
+>>> rng = np.random.default_rng(0)
+>>> q, k, v = (rng.standard_normal((1, 8, n, 64), dtype=np.float32) for n in (1, 1000, 1000))
+>>> treeattn.decode(q, k, v, comm=None).shape  # k and v of this rank; comm=None is all ranks under mpirun
+(1, 8, 1, 64)
+
+Importing this package imports NumPy and nothing heavier: numba, mpi4py and the backends are imported when they are
+first used.
 """
 
 from __future__ import annotations

@@ -68,6 +68,10 @@ class ShardedKVCache:
     6
     >>> np.allclose(cache.decode(q), treeattn.attention(q, k, v))
     True
+    >>> cache.truncate(4)
+    >>> cache.prefill(k[:, :, 4:], v[:, :, 4:])  # of which each rank passes its own piece
+    >>> np.allclose(cache.attend(q, q_pos=[5]), cache.decode(q))
+    True
     """
 
     def __init__(

@@ -14,7 +14,8 @@ import numpy as np
 from treeattn.agreement import Header
 from treeattn.errors import BackendError
 from treeattn.executor import Exchange
-from treeattn.state import PartialState, StateOps
+from treeattn.state import PartialState
+from treeattn.state_ops import StateOps
 from treeattn.transport import Meanwhile, Transport, nothing
 from treeattn.wire_form import operator
 

@@ -88,8 +88,12 @@ class TreeComm(Facts):
     >>> comm = treeattn.TreeComm()
     >>> comm.rank, comm.size
     (0, 1)
-    >>> comm.allreduce(treeattn.PartialState.identity((1, 2, 1, 4))).shape
-    (1, 2, 1, 4)
+    >>> state = treeattn.PartialState.identity((1, 2, 1, 4))
+    >>> comm.allreduce(state).shape, comm.reduce(state, root=0).shape
+    ((1, 2, 1, 4), (1, 2, 1, 4))
+    >>> comm.bcast([1.0, 2.0]).tolist(), comm.total_stats().messages
+    ([1.0, 2.0], 0)
+    >>> comm.free()
     """
 
     def __init__(
@@ -192,6 +196,11 @@ class TreeComm(Facts):
         root : int
             The rank that gets the result, the same on every rank.
 
+        Returns
+        -------
+        PartialState or None
+            The merged state on ``root``.
+
         Raises
         ------
         InputError
@@ -222,7 +231,13 @@ class TreeComm(Facts):
         return self._team.bcast(array, root)
 
     def total_stats(self) -> Stats:
-        """Add up every rank's `stats` as they were before this call; collective."""
+        """Add up every rank's `stats` as they were before this call; collective.
+
+        Returns
+        -------
+        Stats
+            Messages and bytes of all ranks together; rounds and collectives, which all share, once.
+        """
         return Stats.total(Stats(**each) for each in self._team.consult("total_stats", (), asdict(self.stats)))
 
     def free(self) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 
 from treeattn.records import Records, Share
 from treeattn.rounds import MessageRound
-from treeattn.state import PartialState, StateOps
+from treeattn.state import PartialState
+from treeattn.state_ops import StateOps
 from treeattn.tally import Tally
 from treeattn.wire_form import WireForm
 

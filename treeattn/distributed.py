@@ -21,7 +21,8 @@ from treeattn.groups import Beside
 from treeattn.inputs import Options, Spec, resolve
 from treeattn.local import compute_state, deliver
 from treeattn.pipeline import Part, check_pipeline, compute_part, parts_of, together
-from treeattn.state import PartialState, sink_logits
+from treeattn.state import PartialState
+from treeattn.state_arguments import sink_logits
 from treeattn.team import Team
 from treeattn.wrapping import team_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from treeattn.calibration import Calibration
 from treeattn.checks import check_root, check_size
 from treeattn.plan import Plan, Stats, Usage
-from treeattn.state import state_dtype, state_shape
+from treeattn.state_arguments import state_dtype, state_shape
 from treeattn.team import Team
 from treeattn.wire_form import ROUNDING, WireForm
 
@@ -126,6 +126,13 @@ class Facts:
         -------
         float
             0 without ``wire_dtype``; else u for the state and for each merge of the plan.
+
+        Examples
+        --------
+        >>> import treeattn
+        >>> comm = treeattn.TreeComm(wire_dtype="bfloat16")
+        >>> comm.wire_error(comm.wire_bytes((1, 32, 1, 128)))  # of one rank, which sends nothing
+        0.0
         """
         rounds = self.plan_for(payload_bytes, root).rounds
         if self.wire_dtype is None or self.size == 1:

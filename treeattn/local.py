@@ -15,7 +15,8 @@ from treeattn.checks import check_flag
 from treeattn.devices import fetch, give, kind_of, on_device
 from treeattn.errors import InputError
 from treeattn.inputs import Args, Options, Spec, resolve, to_bhtd
-from treeattn.state import PartialState, buffer_for, sink_logits
+from treeattn.state import PartialState, buffer_for
+from treeattn.state_arguments import sink_logits
 
 __all__ = ["attention", "compute_state", "deliver", "energy", "partial_attention", "run_backend"]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from treeattn.plan import HEADER_BYTES, RankRound
-from treeattn.state import PartialState, StateOps
+from treeattn.state import PartialState
+from treeattn.state_ops import StateOps
 from treeattn.transport import Bytes, Transport
 from treeattn.wire_form import WireForm, merger, own_pages
 

@@ -8,64 +8,22 @@ A state is three numbers per query and head, ``m`` = max logit, ``l`` = sum of e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from operator import index
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import FLOAT_DTYPES, as_array, cast, known_dtype, narrow_dtype, to_array, to_numpy
+from treeattn.arrays import FLOAT_DTYPES, as_array, cast, known_dtype, narrow_dtype, to_numpy
 from treeattn.checks import check_flag
-from treeattn.devices import Kind, give, kind_of, on_device
+from treeattn.devices import Kind, give, kind_of
 from treeattn.errors import InputError
+from treeattn.state_arguments import log_of_base, sink_logits, state_dtype, state_shape
+from treeattn.state_ops import StateOps
 
-if TYPE_CHECKING:
-    from treeattn.wire_form import WireForm
-
-__all__ = ["PartialState", "StateOps", "buffer_for", "merge", "sink_logits", "state_dtype", "state_shape"]
+__all__ = ["PartialState", "buffer_for", "merge"]
 
 Array: TypeAlias = npt.NDArray[Any]
-
-
-class StateOps(Protocol):
-    """What a backend can do with packed states; a state carries its backend's, and the tree merges through them.
-
-    A packed state is an array (B, Hq, Tq, Dv + 2) of float32 or float64, C-contiguous: per head row the Dv
-    numbers of ``o``, then ``l``, then ``m``.
-    """
-
-    @property
-    def name(self) -> str:
-        """Name of the backend, for messages."""
-
-    @property
-    def direct(self) -> str:
-        """Family of the device memory, "cuda" or "rocm", that a GPU-aware MPI may be given as it is; "" for none."""
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Allocate a packed buffer, not initialised."""
-
-    def fill_identity(self, packed: Array) -> None:
-        """Write the state of no keys: o = 0, l = 0, m = -inf."""
-
-    def merge(self, out: Array, sources: list[Array]) -> None:
-        """Write the merge of ``sources``, taken in this order, to ``out``, which may be one of them."""
-
-    def finish(self, packed: Array, sink: Array | None) -> tuple[Array, Array]:
-        """Give (out, lse) of shapes (B, Hq, Tq, Dv) and (B, Hq, Tq), natural base; ``sink`` (Hq,) or None."""
-
-    def to_host(self, packed: Array, out: npt.NDArray[np.uint8]) -> None:
-        """Copy the packed bytes to host memory, complete on return."""
-
-    def from_host(self, data: npt.NDArray[np.uint8], packed: Array) -> None:
-        """Copy the packed bytes from host memory, complete on return."""
-
-    def prepare_pack(self, wire: npt.NDArray[np.uint8], form: WireForm) -> Callable[[Array], None]:
-        """Give a function that writes a state's wire rows to ``wire``, in host memory, complete on return."""
-
-    def prepare_unpack(self, wire: npt.NDArray[np.uint8], form: WireForm) -> Callable[[Array], None]:
-        """Give a function that fills a packed buffer with the state of the wire rows at ``wire``."""
 
 
 class PartialState:
@@ -165,6 +123,17 @@ class PartialState:
         dtype : float32 or float64
         backend : str or Backend, optional
             Where the state lives; the CPU by default.
+
+        Returns
+        -------
+        PartialState
+            o = 0, l = 0 and m = -inf.
+
+        Examples
+        --------
+        >>> import treeattn
+        >>> bool(treeattn.PartialState.identity((1, 2, 1, 4)).finish().any())
+        False
         """
         ops = _ops(backend)
         *rows, width = state_shape(shape)
@@ -177,7 +146,18 @@ class PartialState:
         return PartialState(packed, self.ops, self.kind)
 
     def merge(self, other: PartialState) -> PartialState:
-        """Merge with the state of other keys; see `treeattn.merge`."""
+        """Merge with the state of other keys; see `treeattn.merge`.
+
+        Parameters
+        ----------
+        other : PartialState
+            Of the same shape, dtype and backend.
+
+        Returns
+        -------
+        PartialState
+            A new one.
+        """
         if not isinstance(other, PartialState):
             raise InputError.of("other", expected="a PartialState", got=type(other).__name__)
         return merge((self, other))
@@ -201,6 +181,11 @@ class PartialState:
         lse : array (B, Hq, Tq), of the state's dtype
             Only with ``return_lse``: log of the sum of exp of the logits, natural base, with the sink in it.
             A row that saw no key has -inf, or the sink.
+
+        Raises
+        ------
+        InputError
+            An argument is wrong; the message begins with its name.
         """
         return_lse = check_flag("return_lse", return_lse)
         there = not isinstance(self._packed, np.ndarray)
@@ -217,9 +202,23 @@ class PartialState:
         ----------
         base : "e" or 2
             Base of the logarithm that the receiver expects. There is no default: guessing it wrong is silent.
+
+        Returns
+        -------
+        out : array (B, Hq, Tq, Dv)
+        lse : array (B, Hq, Tq)
+            Both of the state's dtype.
+
+        Examples
+        --------
+        >>> import numpy as np, treeattn
+        >>> q, k, v = (np.ones((1, 1, n, 4), np.float32) for n in (1, 8, 8))
+        >>> out, lse = treeattn.partial_attention(q, k, v).to_lse(base=2)
+        >>> bool(np.isclose(lse, 2 / np.log(2) + 3).all())  # of eight logits of 2
+        True
         """
         out, lse = self.ops.finish(self._packed, None)
-        return give(out, self.kind), give(lse / lse.dtype.type(_log_of_base(base)), self.kind)
+        return give(out, self.kind), give(lse / lse.dtype.type(log_of_base(base)), self.kind)
 
     @classmethod
     def from_lse(cls, out: Any, lse: Any, *, base: Any) -> PartialState:
@@ -233,6 +232,24 @@ class PartialState:
             Where it is NaN or +inf, so that the sum it stands for is lost, the state's row finishes to NaN.
         base : "e" or 2
             Base of the logarithm in ``lse``.
+
+        Returns
+        -------
+        PartialState
+            In host memory; float64 if any of ``out`` and ``lse`` is, else float32.
+
+        Raises
+        ------
+        InputError
+            An argument is wrong; the message begins with its name.
+
+        Examples
+        --------
+        >>> import numpy as np, treeattn
+        >>> out, lse = np.ones((1, 1, 1, 4), np.float32), np.zeros((1, 1, 1), np.float32)
+        >>> state = treeattn.PartialState.from_lse(out, lse, base="e")
+        >>> bool((state.merge(state).finish() == out).all())
+        True
         """
         kind, out, lse = kind_of(out), _host_floats("out", out), _host_floats("lse", lse)
         dtype = "float64" if np.float64 in (out.dtype, lse.dtype) else "float32"
@@ -243,7 +260,7 @@ class PartialState:
             raise InputError.of("lse", expected=f"shape {out.shape[:3]}, as out has", got=f"shape {lse.shape}")
         ops = _ops(None)
         packed = ops.empty((*out.shape[:3], out.shape[3] + 2), dtype)
-        m = cast(lse, dtype) * np.dtype(dtype).type(_log_of_base(base))
+        m = cast(lse, dtype) * np.dtype(dtype).type(log_of_base(base))
         seen = m != -math.inf
         packed[..., :-2] = np.where(seen[..., None], out, 0)
         packed[..., -2], packed[..., -1] = np.where(m < math.inf, seen, math.nan), m
@@ -340,42 +357,3 @@ def _ops(backend: Any) -> StateOps:
 def _host_floats(name: str, value: Any) -> Array:
     array = to_numpy(name, value)
     return array if array.dtype.kind in "iu" else as_array(name, array, FLOAT_DTYPES)
-
-
-def state_shape(shape: Any) -> tuple[int, int, int, int]:
-    """Give ``shape`` if it is that of a state; an InputError otherwise."""
-    try:
-        batch, heads, tokens, width = map(index, shape)
-    except (TypeError, ValueError):
-        batch = heads = tokens = width = -1
-    if min(batch, heads, tokens, width) < 0:
-        raise InputError.of("shape", expected="(batch, query heads, query tokens, width of v)", got=repr(shape))
-    return batch, heads, tokens, width
-
-
-def state_dtype(dtype: Any) -> str:
-    """Name ``dtype`` if it is that of states; an InputError otherwise."""
-    return known_dtype("dtype", dtype, ("float32", "float64"))
-
-
-def sink_logits(sink: Any, heads: int, dtype: str, there: bool) -> Array | None:
-    """Check ``sink`` (Hq,), which may be on a device only if states are (``there``), and give it as ``dtype``."""
-    if sink is None:
-        return None
-    array = to_array("sink", sink)
-    if on_device(array) and not there:
-        raise InputError.of("sink", expected="an array in host memory, as q is", got="one on a GPU")
-    if array.shape != (heads,):
-        raise InputError.of("sink", expected=f"shape ({heads},), one logit per query head", got=f"shape {array.shape}")
-    if array.dtype.kind != "i":
-        array = as_array("sink", array, FLOAT_DTYPES)
-    array = cast(array, dtype)
-    return array if on_device(array) else np.ascontiguousarray(array)
-
-
-def _log_of_base(base: Any) -> float:
-    if isinstance(base, str) and base == "e":
-        return 1.0
-    if isinstance(base, (int, float, np.number)) and not isinstance(base, bool) and base == 2:
-        return math.log(2.0)
-    raise InputError.of("base", expected="'e' or 2", got=repr(base))

@@ -24,7 +24,8 @@ from treeattn.inputs import Args, Options, Spec, resolve
 from treeattn.local import deliver
 from treeattn.pipeline import check_pipeline
 from treeattn.plan import Stats
-from treeattn.state import PartialState, sink_logits
+from treeattn.state import PartialState
+from treeattn.state_arguments import sink_logits
 from treeattn.team import Team
 from treeattn.wire import Wire
 from treeattn.wrapping import team_of

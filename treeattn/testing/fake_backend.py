@@ -46,7 +46,7 @@ class DeviceArray:
 
 
 class FakeOps(StagedOps):
-    """`treeattn.state.StateOps` on `DeviceArray`, recording each call."""
+    """`treeattn.state_ops.StateOps` on `DeviceArray`, recording each call."""
 
     def __init__(self, name: str, calls: list[str], failures: dict[str, Exception]) -> None:
         self._host, self._calls, self._failures = HostOps(name), calls, failures
