@@ -1,6 +1,8 @@
 """The communicator on ranks that are threads: right answers, equal bits, counted messages, and what ends it."""
 
+import copy
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -548,6 +550,36 @@ def test_threads_of_one_process_use_a_communicator_at_once():
     assert np.array_equal(comm.bcast(Slow()), treeattn.attention(q, k, v))
 
 
+def test_a_forked_child_is_no_rank():
+    def body(transport):
+        comm = TreeComm(transport)
+        comm.allreduce(states_of(2)[comm.rank])
+        comm.bcast(1)  # nobody is in the middle of anything
+        if comm.rank == 0:
+            child = os.fork()
+            if child == 0:
+                words = []
+                for call in (comm.total_stats, lambda: comm.allreduce(states_of(2)[0])):
+                    try:
+                        call()
+                    except CommError as error:
+                        words.append(str(error))
+                os._exit(0 if words == ["this process is a fork of the rank whose communicator this is"] * 2 else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        return comm.bcast(1 if comm.rank == 0 else None).item()
+
+    assert run_ranks(2, body) == [1, 1]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_belongs_to_ranks_is_not_copied(copied):
+    comm = TreeComm()
+    cache = treeattn.ShardedKVCache(comm, batch=1, kv_heads=1, head_dim=4, capacity=6)
+    for each in (comm, cache):
+        with pytest.raises(TypeError, match=f"^a {type(each).__name__} belongs to the ranks that made it together"):
+            copied(each)
+
+
 class Patient(ThreadTransport):
     """Does not take the others along when it breaks: each must find out by itself, as MPI ranks do."""
 
@@ -710,6 +742,16 @@ def assert_ended_or_named(job, rank):
     """Whoever lived on until the deadline has named the rank that went missing, and nobody has said anything else."""
     for report in job.reports:
         assert f"nothing came from rank {rank} on host " in report.get("error", report.get("again")), job
+
+
+def test_children_of_ranks_are_told_that_they_are_none(each_mpi):
+    job = each_mpi("children", 2)
+    inherited, forked, status = job.reports[0]["fork"]
+    spawned, other_status = job.reports[0]["spawn"]
+    assert inherited == "this process is a fork of the rank whose communicator this is"
+    assert forked == spawned
+    assert spawned.startswith("this process was started by a rank and is none itself: call treeattn.attention")
+    assert status == other_status == 0
 
 
 def test_a_split_that_does_not_end_ends_the_job(each_mpi):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy.typing as npt
 
 from treeattn.cache_spec import CacheSpec
-from treeattn.checks import check_whole
+from treeattn.checks import check_whole, refuse_copies
 from treeattn.comm import TreeComm
 from treeattn.deferral import Deferral
 from treeattn.distributed import Arguments, Decoding
@@ -123,6 +123,9 @@ class ShardedKVCache:
     def nbytes(self) -> int:
         """Bytes of this rank's keys and values, without room to grow."""
         return self.batch * self.kv_heads * self.local_length * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copies(self)
 
     def __repr__(self) -> str:
         names = ("batch", "kv_heads", "head_dim", "v_head_dim")

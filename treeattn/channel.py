@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakSet
 
 from treeattn.counting import Count
 from treeattn.errors import CommError, RankTimeout
@@ -69,6 +71,7 @@ class Channel:
         self.collective = ""
         self.wire_dtype: str | None = None
         self.name_hosts(("unknown",) * self.size)
+        _channels.add(self)
 
     @property
     def step(self) -> int:
@@ -181,3 +184,17 @@ class Channel:
             self.cards.abort()
         for transport in (*self._branches, self.transport):
             transport.abandon()
+
+
+_channels: WeakSet[Channel] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Keep a forked child from sending as if it were its parent, or writing to memory that the parent's host shares."""
+    for channel in _channels:
+        if channel.size > 1:
+            channel.guard.close("this process is a fork of the rank whose communicator this is")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

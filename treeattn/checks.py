@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from treeattn.errors import InputError
 
-__all__ = ["LARGEST", "check_flag", "check_rank", "check_root", "check_size", "check_whole", "is_whole"]
+__all__ = [
+    "LARGEST",
+    "check_flag",
+    "check_rank",
+    "check_root",
+    "check_size",
+    "check_whole",
+    "is_whole",
+    "refuse_copies",
+]
 
 LARGEST = 2**63 - 1
 """Of sizes and numbers of bytes: offsets are 64-bit."""
@@ -55,3 +64,11 @@ def _rank(name: str, value: Any, size: int, also: str) -> int:
     if is_whole(value) and 0 <= value < size:
         return int(value)
     raise InputError.of(name, expected=f"{also}a rank from 0 to {size - 1}", got=repr(value))
+
+
+def refuse_copies(owned: object) -> NoReturn:
+    """Raise a TypeError where what ranks have together is copied or pickled."""
+    raise TypeError(
+        f"a {type(owned).__name__} belongs to the ranks that made it together, and can't be copied or pickled: make "
+        "another, on all of them"
+    )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy.typing as npt
 
+from treeattn.checks import refuse_copies
 from treeattn.errors import InputError
 from treeattn.facts import Facts
 from treeattn.joining import join
@@ -27,7 +28,8 @@ class TreeComm(Facts):
 
     Methods are collective: all ranks call them, in the same order. Only `plan_for`, `wire_bytes`, `wire_error` and
     `beside` are each rank's own affair. What is wrong on one rank is raised on every rank, and the communicator stays
-    usable. One operation at a time: a second thread gets an error. As a context manager, it is freed at the end.
+    usable. On several ranks, one operation at a time: a second thread gets an error. What Ctrl-C cuts short there is
+    broken; a process that is alone goes on. As a context manager, it is freed at the end.
 
     Parameters
     ----------
@@ -249,6 +251,9 @@ class TreeComm(Facts):
             On every rank, if another rank calls something else; nothing is freed then.
         """
         self._team.free()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copies(self)
 
     def __enter__(self) -> TreeComm:
         return self

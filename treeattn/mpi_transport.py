@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import struct
 import sys
@@ -33,6 +34,9 @@ T = TypeVar("T")
 ROLL_TAG = 32767
 """Tag of the calling of the roll: the largest that every MPI has, far from the numbers of rounds."""
 
+RANK_VARIABLE = "TREEATTN_RANK_PROCESS"
+"""Number of the process that is a rank, for its children, which have a rank's environment too."""
+
 _MARK = struct.Struct("<QQ")
 
 _live: list[MpiTransport] = []
@@ -50,8 +54,9 @@ def import_mpi() -> ModuleType:
     MissingDependencyError
         There is no mpi4py, or it finds no MPI library.
     CommError
-        A launcher started several ranks, and MPI does not know of it.
+        A launcher started several ranks, and MPI does not know of it; or this process was started by a rank.
     """
+    _check_process()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -59,7 +64,20 @@ def import_mpi() -> ModuleType:
         reason = (str(error).splitlines() or [type(error).__name__])[0]  # the rest lists each file that was tried
         raise MissingDependencyError(f"several ranks need mpi4py and an MPI library: {remedy} ({reason})") from error
     _check_launcher(MPI.COMM_WORLD.Get_size())
+    if MPI.COMM_WORLD.Get_size() > 1:
+        os.environ[RANK_VARIABLE] = str(os.getpid())
     return MPI
+
+
+def _check_process() -> None:
+    """Refuse a child of a rank, forked or new: MPI would take it for the rank, or wait for the others for ever."""
+    parent = multiprocessing.parent_process()
+    parents = [str(os.getppid()), *([] if parent is None else [str(parent.pid)])]
+    if os.environ.get(RANK_VARIABLE) in parents:
+        raise CommError(
+            "this process was started by a rank and is none itself: call treeattn.attention, which needs no "
+            "communicator, or leave work between ranks to the ranks"
+        )
 
 
 def _check_launcher(world_size: int) -> None:
@@ -323,6 +341,10 @@ def _end_failed_job() -> None:
     failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     if failed and any(transport.size > 1 for transport in _live):
         _end_job("an exception ended this rank, for which others may wait: ending the job")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_live.clear)  # a child has nothing to free, and no job to end
 
 
 @cache
