@@ -12,23 +12,37 @@ import numpy as np
 from treeattn.kernels.call import STORAGES, Call
 from treeattn.kernels.compilation import inline
 from treeattn.kernels.loads import order
-from treeattn.kernels.memory import pointer
+from treeattn.kernels.memory import itemsize, pointer
 from treeattn.kernels.narrow import widened
 
 __all__ = ["gather_column", "gather_row"]
 
-FLOAT64, BFLOAT16, FLOAT16 = (STORAGES.index(name) for name in ("float64", "bfloat16", "float16"))
+FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = (STORAGES.index(name) for name in ("float32", "float64", "bfloat16", "float16"))
 
 
 @inline
 def gather_row(call: Call, source: int, target: int, dtype: Any) -> None:
     """Write one query; as bfloat16, which it then is, for products of pairs."""
-    if call.pairs:
-        for j in range(call.head_dim):
-            pointer(target, np.uint16)[order(j, call.k_order)] = pointer(source + j * call.q_d, np.uint16)[0]
+    step, how, storage, width = call.q_d, call.k_order, call.q_storage, call.head_dim
+    own = FLOAT64 if itemsize(dtype) == 8 else FLOAT32
+    if call.pairs and how == 0 and step == 2:
+        _copy(source, target, width, np.uint16)
+    elif call.pairs:
+        for j in range(width):
+            pointer(target, np.uint16)[order(j, how)] = pointer(source + j * step, np.uint16)[0]
+    elif storage == own and how == 0 and step == itemsize(dtype):
+        _copy(source, target, width, dtype)
     else:
-        for j in range(call.head_dim):
-            pointer(target, dtype)[order(j, call.k_order)] = _number(call.q_storage, source + j * call.q_d, dtype)
+        for j in range(width):
+            pointer(target, dtype)[order(j, how)] = _number(storage, source + j * step, dtype)
+
+
+@inline
+def _copy(source: int, target: int, width: int, dtype: Any) -> None:
+    """Copy a row as it is: a loop with no strides in it, which the compiler turns into vectors."""
+    numbers, copied = pointer(source, dtype), pointer(target, dtype)
+    for j in range(width):
+        copied[j] = numbers[j]
 
 
 @inline

@@ -258,7 +258,10 @@ def scores_of(storage: str, common: int, pairs: bool) -> Callable[[], int]:
                     dots(code, common, four, 0, at, q_t, start, k_t, count, width, found)
                     row += four
                 elif rows - row >= two:
-                    dots(code, common, two, 0, at, q_t, start, k_t, count, width, found)
+                    if row == two and most == 2 and not apart:  # the memory would rest: these keys are in the cache
+                        dots(code, common, two, 1, at, q_t, start, k_t, count, width, found)
+                    else:
+                        dots(code, common, two, 0, at, q_t, start, k_t, count, width, found)
                     row += two
                 else:
                     dots(code, common, 1, 0, at, q_t, start, k_t, count, width, found)

@@ -62,7 +62,7 @@ def _add_strip(
     width: Any,
     rows: Any,
     marked: Any,
-    alone: Any,
+    ahead: Any,
     p: Any,
     v: Any,
     v_t: Any,
@@ -72,22 +72,22 @@ def _add_strip(
 ) -> Any:
     """Add a strip of weighted values, of a ``width`` known here, to the sums of ``rows`` rows.
 
-    ``alone`` is 1 where no other rows use the strip, and its values lie one behind the other.
+    With ``ahead`` as 1, values that come later are fetched: they must lie one behind the other.
     """
     code, together = storage.literal_value, rows.literal_value
-    name, streamed = STORAGES[abs(code) - 1], bool(alone.literal_value)
+    name = STORAGES[abs(code) - 1]
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vectors, step = Vectors(builder, DOUBLE if name == "float64" else FLOAT), args[7]
-        ahead = builder.mul(step, vectors.number(_four_keys(name, width.literal_value))) if together == FOUR else None
-        if streamed and name in ("float32", "float64"):
-            ahead = vectors.number(AHEAD)
+        distance = vectors.number(AHEAD) if ahead.literal_value else None
+        if together == FOUR:
+            distance = builder.mul(step, vectors.number(_four_keys(name, width.literal_value)))
         loads = Loads(vectors, name, looked_up=code < 0)
         for panel in _panels(loads, width.literal_value, together):
-            _add_panel(loads, panel, together, bool(marked.literal_value), ahead, args[5:])
+            _add_panel(loads, panel, together, bool(marked.literal_value), distance, args[5:])
         return context.get_dummy_value()
 
-    return types.void(storage, width, rows, marked, alone, *[types.int64] * 6), codegen
+    return types.void(storage, width, rows, marked, ahead, *[types.int64] * 6), codegen
 
 
 def _panels(loads: Loads, width: int, rows: int) -> list[tuple[int, int]]:
@@ -141,14 +141,15 @@ def values_of(storage: str, common: int, looked_up: bool) -> Callable[[], int]:
     ``looked_up`` says whether values are widened by looking them up (`treeattn.kernels.lookup`).
     """
     code = (STORAGES.index(storage) + 1) * (-1 if looked_up else 1)
-    size, itemsize = stored_bytes(storage), 8 if storage == "float64" else 4
+    size, itemsize, wide = stored_bytes(storage), 8 if storage == "float64" else 4, storage in ("float32", "float64")
     sums_row, row_bytes, quick = padded(common) * itemsize, common * size, storage in QUICK
     most, strip = (2, strip_keys(sums_row)) if quick else (FOUR, _four_keys(storage, common))
     first = 1 if quick and 2 * sums_row > ACCUMULATORS * 4 * LANES else most
 
     @part(VALUES)
     def values(p: int, rows: int, v: int, v_t: int, keys: int, width: int, sums: int, sums_t: int, marked: int) -> None:
-        alone, apart = rows == 1 and v_t == row_bytes, v_t != row_bytes
+        apart = v_t != row_bytes
+        alone = wide and rows == 1 and not apart
         for key in range(0, keys, strip):
             count, at, row, together = min(strip, keys - key), v + key * v_t, 0, first
             if apart:
@@ -159,6 +160,9 @@ def values_of(storage: str, common: int, looked_up: bool) -> Callable[[], int]:
                 if marked:
                     add_strip(code, common, 1, 1, 0, weights, at, v_t, count, total, sums_t)
                     together = 1
+                elif quick and row == first and together == 2 and not apart:
+                    # The memory would rest: these values are in the cache.
+                    add_strip(code, common, 2, 0, 1, weights, at, v_t, count, total, sums_t)
                 elif together == most:
                     add_strip(code, common, most, 0, 0, weights, at, v_t, count, total, sums_t)
                 elif together >= 2:
