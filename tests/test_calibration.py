@@ -94,6 +94,16 @@ def test_what_rounds_do_not_explain_of_steps_is_the_cost_of_a_call_and_of_each_p
         assert cost(plan, payload, found).total_us == pytest.approx(us)
 
 
+def test_of_two_steps_in_pieces_that_do_not_agree_each_is_missed_by_about_as_large_a_share():
+    """One says 4 us for a piece more, one 8; both take about 100 us."""
+    free, hosts = Link(0.0, 1e12, ""), ["a", "a", "b", "b"]
+    plans = [plan_allreduce(hosts, Radices(leaders=2, scheme=scheme)) for scheme in ("exchange", "reduce")]
+    found = add_steps(
+        CostModel(free, free, merge_gb_per_s=1e12, call_us=96.0), 16640, [(plans[0], 100.0), (plans[1], 104.0)]
+    )
+    assert found.piece_us == pytest.approx(6.0, abs=0.2)
+
+
 @given(st.floats(10, 1e4), st.floats(0, 20), st.floats(0, 1e4), st.integers(3, 9), st.booleans())
 @settings(deadline=None)
 def test_steps_of_few_and_of_many_rounds_tell_what_a_round_a_message_and_a_call_cost(alpha, gap, call, hosts, shared):

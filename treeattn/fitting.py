@@ -141,9 +141,10 @@ def add_steps(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, 
     else:
         for plan, us in whole:
             model = replace(model, call_us=model.call_us + _unexplained(plan, payload_bytes, model, us))
-    for plan, us in cut:
-        more = _unexplained(plan, payload_bytes, model, us) / (plan.pieces - 1)
-        model = replace(model, piece_us=model.piece_us + more)
+    if cut:
+        rows = np.array([[(plan.pieces - 1) / us] for plan, us in cut])
+        left = np.array([_unexplained(plan, payload_bytes, model, us) / us for plan, us in cut])
+        model = replace(model, piece_us=_least_squares(rows, left)[0])
     return model
 
 

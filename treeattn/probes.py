@@ -136,7 +136,9 @@ class _Layout:
         for radices in dict.fromkeys([swaps[0], *many]):
             yield Probe("step", largest, 1, 1, plan_allreduce(self.hosts, radices))
         if largest > 1:
-            yield Probe("step", largest, 1, largest, plan_allreduce(self.hosts, replace(swaps[0], leaders=largest)))
+            for radices in (swaps[0], trees[0]):
+                plan = plan_allreduce(self.hosts, replace(radices, leaders=largest))
+                yield Probe("step", largest, 1, largest, plan)
 
     def swaps(self, way: str, groups: Groups) -> Iterator[Probe]:
         """Swap messages of each size with one partner, and of two sizes with many, where there are that many."""
