@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
+import numpy as np
 import numpy.typing as npt
 
 from treeattn.cache_spec import CacheSpec
@@ -17,8 +18,6 @@ from treeattn.stock import Stock
 from treeattn.wrapping import as_tree_comm, team_of
 
 __all__ = ["ShardedKVCache"]
-
-Array: TypeAlias = npt.NDArray[Any]
 
 
 class ShardedKVCache:
@@ -64,8 +63,6 @@ class ShardedKVCache:
     >>> q, k, v = (rng.standard_normal((1, 2, n, 4), dtype=np.float32) for n in (1, 6, 6))
     >>> cache = treeattn.ShardedKVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100)
     >>> cache.append(k, v)
-    >>> cache.length
-    6
     >>> np.allclose(cache.decode(q), treeattn.attention(q, k, v))
     True
     >>> cache.truncate(4)
@@ -115,7 +112,7 @@ class ShardedKVCache:
         return self._stock.held
 
     @property
-    def positions(self) -> Array:
+    def positions(self) -> npt.NDArray[np.int64]:
         """Positions of the tokens that this rank holds, ascending, int64 (local_length,)."""
         return self._stock.positions()
 
@@ -139,8 +136,7 @@ class ShardedKVCache:
 
         Parameters
         ----------
-        k : array (B, Hkv, T, D), any float dtype
-        v : array (B, Hkv, T, Dv)
+        k, v : array (B, Hkv, T, D) and (B, Hkv, T, Dv), any float dtype
 
         Raises
         ------
@@ -160,9 +156,8 @@ class ShardedKVCache:
 
         Parameters
         ----------
-        k : array (B, Hkv, T, D), any float dtype
+        k, v : array (B, Hkv, T, D) and (B, Hkv, T, Dv), any float dtype
             This rank's piece; T may differ from rank to rank and may be 0.
-        v : array (B, Hkv, T, Dv)
 
         Raises
         ------
