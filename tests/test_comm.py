@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -742,6 +743,22 @@ def assert_ended_or_named(job, rank):
     """Whoever lived on until the deadline has named the rank that went missing, and nobody has said anything else."""
     for report in job.reports:
         assert f"nothing came from rank {rank} on host " in report.get("error", report.get("again")), job
+
+
+def test_after_mpi_has_ended_there_is_an_error_and_not_an_end(each_mpi):
+    script = """
+        import treeattn
+        from mpi4py import MPI
+        from treeattn.errors import CommError
+        MPI.Finalize()
+        for make in (lambda: treeattn.TreeComm(MPI.COMM_SELF), treeattn.TreeComm):
+            try:
+                make()
+            except CommError as error:
+                print(error)
+    """
+    job = each_mpi(("-c", textwrap.dedent(script)), 2)
+    assert job.stdout.count("MPI has ended in this process") == 4, job
 
 
 def test_children_of_ranks_are_told_that_they_are_none(each_mpi):

