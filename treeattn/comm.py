@@ -132,7 +132,13 @@ class TreeComm(Facts):
         InputError
             On every rank, if any rank's argument is wrong or the states differ in shape or dtype.
         """
-        return self._team.allreduce(state, out)
+        team = self._team
+        shortcut = team.session.shortcut  # asked here: where ranks outnumber cores, each call more counts
+        if shortcut is not None and shortcut.is_allreduce:
+            merged = shortcut.merge(state, out)
+            if merged is not None:
+                return merged
+        return team.allreduce(state, out)
 
     def allreduce_begin(self, state: PartialState, *, out: PartialState | None = None) -> Reduction:
         """Begin to merge the states of all ranks, and compute something else until the result is wanted.

@@ -82,11 +82,6 @@ class Team:
 
     def allreduce(self, state: PartialState, out: PartialState | None) -> PartialState:
         """Merge the states of all ranks, for all of them; see `treeattn.TreeComm.allreduce`."""
-        shortcut = self.session.shortcut
-        if shortcut is not None and shortcut.is_allreduce:
-            merged = shortcut.merge(state, out)
-            if merged is not None:
-                return merged
         merged = self.exchange(self._attempts.to_all("allreduce", state), out=out)
         assert merged is not None, "without a root, every rank has the result"
         return merged
