@@ -122,7 +122,7 @@ def cost(plan: Plan, payload_bytes: int, model: CostModel = DEFAULT_MODEL) -> Pl
     for number, each in enumerate(plan.rounds):
         for rank, through in pricing.round(number, each, chains).items():
             chains[rank] = through
-    longest = max(chains, key=lambda chain: chain.us)
+    longest = max(chains, key=lambda each: each.us)
     terms = {step.number: step.terms(model.round_us) for step in longest.steps}
     rounds = tuple(terms.get(number, Cost()) for number in range(len(plan.rounds)))
     return PlanCost(rounds, model.call_cost(plan.pieces) if rounds else Cost())
