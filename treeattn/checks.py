@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,6 +16,7 @@ __all__ = [
     "check_root",
     "check_size",
     "check_whole",
+    "is_number",
     "is_whole",
     "refuse_copies",
 ]
@@ -28,6 +30,11 @@ def check_flag(name: str, value: Any) -> bool:
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     raise InputError.of(name, expected="True or False", got=repr(value))
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is one of Python's or NumPy's real numbers; True and False are none, nor is an array of one."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_whole(value: Any) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from treeattn.arrays import FLOAT_DTYPES, as_array, cast
+from treeattn.checks import is_number
 from treeattn.devices import broadcast
 from treeattn.errors import InputError
 
@@ -72,7 +72,7 @@ def _block_tokens(name: str, tokens: int, blocks: int) -> int:
 def _number(name: str, value: Any, *, default: float) -> float:
     if value is None:
         return default
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
+    if not is_number(value):
         raise InputError.of(name, expected="a finite number", got=repr(value))
     try:
         number = float(value)

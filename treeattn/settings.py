@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treeattn.arrays import known_dtype
-from treeattn.checks import check_flag
+from treeattn.checks import check_flag, is_number
 from treeattn.costs import DEFAULT_MODEL, CostModel, read_model
 from treeattn.errors import InputError
 from treeattn.launch import launched
@@ -128,8 +128,8 @@ def timeout_of(timeout: Any) -> float:
     if timeout is None:
         name, value = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE) or DEFAULT_TIMEOUT
     try:
-        seconds = -1.0 if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
+        seconds = float(value) if is_number(value) or isinstance(value, str) else -1.0
+    except (ValueError, OverflowError):
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise InputError.of(name, expected="seconds, 0 for no limit", got=repr(value))
