@@ -143,7 +143,7 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], timeout: flo
         late = f"no end after {timeout} s: {' '.join(command)}: {_job(-9, stdout, stderr)}"
         raise pytest.fail.Exception(late, pytrace=False) from None
     finally:
-        _signal_job(job, signal.SIGKILL)
+        _end_job(job)
         remove_segments(start)
 
 
@@ -169,14 +169,24 @@ def _job(rc: int, stdout: str, stderr: str) -> Job:
     return Job(rc, stdout, stderr, sorted(reports, key=lambda report: report.get("rank", 0)))
 
 
-def _signal_job(job: str, number: signal.Signals, only: str = "") -> None:
+def _end_job(job: str) -> None:
+    """Kill what is left of a job and see it gone: until then it maps memory, and a busy machine takes its time."""
+    deadline = time.monotonic() + 30
+    while _signal_job(job, signal.SIGKILL):
+        assert time.monotonic() < deadline, f"processes of job {job} do not die"
+        time.sleep(0.002)
+
+
+def _signal_job(job: str, number: signal.Signals, only: str = "") -> int:
     """Signal every process that has the job in its environment: ranks have groups and sessions of their own."""
-    marker = f"{JOB_VARIABLE}={job}".encode()
+    marker, signalled = f"{JOB_VARIABLE}={job}".encode(), 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended while we looked, or is not ours
             marked = marker in (process / "environ").read_bytes().split(b"\0")
             if marked and (process / "comm").read_text().startswith(only):
                 os.kill(int(process.name), number)
+                signalled += 1
+    return signalled
 
 
 def _python_arguments(program: str | Path | Sequence[str]) -> list[str]:
