@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -211,7 +211,7 @@ class Workload:
 
     def _weighed(self, answers: list[Answer]) -> Array:
         """Add up the pieces' outputs, each by its share of the whole softmax's sum."""
-        lse = np.logaddexp.reduce([answer.lse for answer in answers])
+        lse = reduce(np.logaddexp, [answer.lse for answer in answers])
         shares = [np.exp(answer.lse - np.where(np.isneginf(lse), 0, lse))[..., None] for answer in answers]
         weighed: list[Array] = [self._bhtd(share) * answer.out for share, answer in zip(shares, answers, strict=True)]
         total: Array = np.stack(weighed).sum(axis=0)

@@ -82,7 +82,7 @@ def assert_close(got: Any, right: Any, limit: float, what: str = "out") -> None:
         assert not len(wrong), f"{what}{wrong[0].tolist()}: {got[tuple(wrong[0])]} instead of {right[tuple(wrong[0])]}"
     error = np.where(np.isfinite(right), np.abs(_finite(got) - _finite(right)), 0)
     if error.size and error.max() > limit:
-        at = np.unravel_index(error.argmax(), error.shape)
+        at = np.unravel_index(np.argmax(error), error.shape)
         raise AssertionError(
             f"{what}{[int(i) for i in at]}: {got[at]} instead of {right[at]}, off by {error[at]:.3g} > {limit:.3g}"
         )
