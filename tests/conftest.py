@@ -80,7 +80,7 @@ class MpiRun:
         hosts: Sequence[str] | None = None,
         launcher: Callable[[list[str]], list[str]] | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 60,
+        timeout: float = 120,
         check: bool = True,
     ) -> Job:
         """Run a program on ``ranks`` ranks and wait for its end.
@@ -148,19 +148,24 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], timeout: flo
 
 
 def remove_segments(since: float, folder: Path = Path("/dev/shm")) -> None:
-    """Remove memory of MPI that is no older than that and that nobody maps: some containers have only 64 MB for it."""
+    """Remove memory of MPI that is no older than that and that nobody has: some containers have only 64 MB for it."""
     found = [path for pattern in SEGMENTS for path in folder.glob(pattern)]
-    mapped = "".join(map(_maps, Path("/proc").glob("[0-9]*"))) if found else ""
+    used = "\n".join(map(_uses, Path("/proc").glob("[0-9]*"))) if found else ""
     for path in found:
         with contextlib.suppress(OSError):  # who made it has removed it, or it is not ours
-            if path.stat().st_mtime >= since and str(path) not in mapped:
+            if path.stat().st_mtime >= since and str(path) not in used:
                 path.unlink()
 
 
-def _maps(process: Path) -> str:
+def _uses(process: Path) -> str:
+    """Name the files that a process has open, and then those that it maps: it closes a file after it has mapped it."""
+    opened: list[str] = []
     with contextlib.suppress(OSError):  # it ended while we looked, or is not ours
-        return (process / "maps").read_text()
-    return ""
+        for each in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                opened.append(os.readlink(each))
+        return "\n".join([*opened, (process / "maps").read_text()])
+    return "\n".join(opened)
 
 
 def _job(rc: int, stdout: str, stderr: str) -> Job:

@@ -433,7 +433,7 @@ def test_ranks_import_nothing_from_the_folder_they_are_started_in(tmp_path):
 
 
 def test_a_failing_rank_is_named_and_ends_the_others(mpirun):
-    job = mpirun("cli_with_one_bad_rank", 3, "decode", *SMALL, check=False, timeout=30)
+    job = mpirun("cli_with_one_bad_rank", 3, "decode", *SMALL, check=False)
     assert job.rc == 1
     (line,) = (line for line in job.stderr.splitlines() if "treeattn:" in line)
     assert line.startswith(
@@ -443,7 +443,7 @@ def test_a_failing_rank_is_named_and_ends_the_others(mpirun):
 
 
 def test_what_all_ranks_refuse_rank_zero_says_once(mpirun):
-    job = mpirun(("-m", "treeattn", "topology", "--root", "9"), 2, check=False, timeout=30)
+    job = mpirun(("-m", "treeattn", "topology", "--root", "9"), 2, check=False)
     assert job.rc == 1
     (line,) = (line for line in job.stderr.splitlines() if "treeattn:" in line)
     assert line.startswith("[rank 0 of 2, ")

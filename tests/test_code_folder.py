@@ -19,54 +19,92 @@ from treeattn.kernels.compilation import Compilation, account
 
 RANKS = 8
 
+SHAPE = ["--q-heads", "4", "--kv-heads", "2", "--head-dim", "24", "--causal"]
+
 PROGRAM = """
-import json, os, tempfile, sys, zlib, numpy as np, treeattn
+import json, os, sys, tempfile, zlib, numpy as np, treeattn
 from treeattn.kernels.code_folder import cache_folder
 from treeattn.kernels.compilation import compilations
 tempfile.tempdir = os.environ["TMPDIR"]  # even if it can't be written
-q, k, v = (np.random.default_rng(0).standard_normal((1, 2, n, 8), dtype=np.float32) for n in (1, 200, 200))
-if sys.argv[1] == "decode":
-    bits = zlib.crc32(treeattn.attention(q, k, v, causal=True))
-else:
-    states = [treeattn.PartialState.from_lse(q, lse * q[..., 0], base="e") for lse in (1, 2)]
-    bits = zlib.crc32(treeattn.merge(states).packed)
-print(json.dumps({"bits": bits, "folder": str(cache_folder()), "done": compilations()}))
+normal = np.random.default_rng(0).standard_normal
+
+def drawn(width, q, k):
+    return [normal((1, heads, n, width), np.float32) for heads, n in (q, k, k)]
+
+def warmup(*shape):
+    from treeattn.cli import main
+    try:
+        main(["warmup", *shape])
+    except SystemExit as ended:
+        assert not ended.code
+    return []
+
+def decode():
+    yield treeattn.decode(*drawn(24, (4, 1), (2, 300)), comm=None, causal=True, q_pos=np.array([299]), kv_pos=0)
+
+def partials():
+    for width, options in ((128, {}), (33, {"causal": True, "softcap": 3.0, "mask": np.arange(700) != 5})):
+        state = treeattn.partial_attention(*drawn(width, (8, 2), (2, 700)), **options)
+        yield state.packed
+        yield state.merge(state).finish()
+
+def merge():
+    values, lse = normal((2, 1, 2, 1, 8), np.float32), normal((2, 1, 2, 1), np.float32)
+    yield treeattn.merge([treeattn.PartialState.from_lse(*each, base="e") for each in zip(values, lse)]).packed
+
+bits, numbers = [], []
+for work, *arguments in json.loads(sys.argv[1]):
+    bits += [zlib.crc32(array) for array in globals()[work](*arguments)]
+    numbers.append(len(compilations()))
+print(json.dumps({"bits": bits, "numbers": numbers, "folder": str(cache_folder()), "done": compilations()}))
 """
 
 WITHOUT_ROOTS_RIGHTS = ["setpriv", "--bounding-set=-dac_override,-dac_read_search,-fowner"]
 
 
-def start(*places, work="decode", before=()):
-    """Start a process that decodes or merges once, with its three places for code in ``places``."""
+def start(*places, work, before=()):
+    """Start a process that does some of what its program can, with its three places for code in ``places``."""
     names = ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "TMPDIR")
     environment = {**os.environ, "PYTHONPATH": str(Path(treeattn.__file__).parent.parent), "TREEATTN_THREADS": "1"}
-    environment |= {name: str(place) for name, place in zip(names, places, strict=True)}
-    command = [*before, sys.executable, "-W", "error", "-c", PROGRAM, work]
+    environment |= {"COLUMNS": "200"} | {name: str(place) for name, place in zip(names, places, strict=True)}
+    command = [*before, sys.executable, "-W", "error", "-c", PROGRAM, json.dumps(work)]
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
 
 
 def ended(process):
+    """Give what a process found, and the lines that it printed before it said so."""
     out = process.communicate(timeout=200)[0]
     assert process.returncode == 0
-    found = json.loads(out)
-    return found | {"done": [Compilation(*each) for each in found["done"]]}
+    *printed, last = out.splitlines()
+    found = json.loads(last)
+    return found | {"printed": printed, "done": [Compilation(*each) for each in found["done"]]}
 
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
-    """Ranks that have started together on an empty cache: what each says, and the place."""
+    """Ranks that have warmed up and decoded on a cache that was empty: what each says, and the place."""
     place = tmp_path_factory.mktemp("empty")
-    ranks = [start(place, place, place) for _ in range(RANKS)]
+    work = [("warmup", *SHAPE), ("decode",), ("partials",)]
+    ranks = [start(place, place, place, work=work) for _ in range(RANKS)]
     return [ended(rank) for rank in ranks], place
 
 
 def test_ranks_that_start_on_an_empty_cache_compile_each_function_once(warm):
     ranks, place = warm
     assert {Path(rank["folder"]).parent for rank in ranks} == {place}
-    assert len({rank["bits"] for rank in ranks}) == 1
+    assert {tuple(rank["bits"]) for rank in ranks} == {tuple(ranks[0]["bits"])}
     names = [sorted(each.name for each in rank["done"]) for rank in ranks]
     assert names == [names[0]] * RANKS
     assert sorted(each.name for rank in ranks for each in rank["done"] if not each.loaded) == names[0]
+
+
+def test_what_was_warmed_up_is_there_when_a_step_needs_it(warm):
+    for rank in warm[0]:
+        warmed_up, decoded, more = rank["numbers"]
+        assert 0 < warmed_up == decoded < more
+        told = [f"{name}: {'loaded' if loaded else 'compiled'} in" for name, _, loaded in rank["done"][:warmed_up]]
+        assert [line.rpartition(" in ")[0] + " in" for line in rank["printed"][:-1]] == told
+        assert rank["printed"][-1] == f"code is kept in {rank['folder']}"
 
 
 def test_the_place_is_the_same_while_another_thread_compiles():
@@ -97,9 +135,12 @@ def set_mode(place, mode):
 
 
 def test_ranks_that_start_on_a_read_only_cache_load_what_it_has(warm, read_only, tmp_path):
+    """Loaded code has the bits of code that was just compiled."""
     place, before = read_only
-    ranks = [ended(rank) for rank in [start(place, place, tmp_path, before=before) for _ in range(RANKS)]]
-    assert {rank["bits"] for rank in ranks} == {warm[0][0]["bits"]}
+    work = [("decode",), ("partials",)]
+    ranks = [ended(rank) for rank in [start(place, place, tmp_path, work=work, before=before) for _ in range(RANKS)]]
+    assert [rank["bits"] for rank in ranks] == [warm[0][0]["bits"]] * RANKS
+    assert len(ranks[0]["bits"]) == 5
     assert {Path(rank["folder"]).parent.parent for rank in ranks} == {tmp_path}
     assert all(each.loaded for rank in ranks for each in rank["done"])
 
@@ -107,7 +148,9 @@ def test_ranks_that_start_on_a_read_only_cache_load_what_it_has(warm, read_only,
 def test_no_place_for_the_cache_is_no_error(tmp_path):
     """Code then lives in memory. Even root can't make a folder below a file."""
     (tmp_path / "file").touch()
-    somewhere, nowhere = (ended(start(*[place] * 3, work="merge")) for place in (tmp_path, tmp_path / "file" / "below"))
+    somewhere, nowhere = (
+        ended(start(*[place] * 3, work=[("merge",)])) for place in (tmp_path, tmp_path / "file" / "below")
+    )
     assert (somewhere["folder"] == "None", nowhere["folder"]) == (False, "None")
     assert somewhere["bits"] == nowhere["bits"]
     assert [each.loaded for each in nowhere["done"]] == [False] * len(somewhere["done"])

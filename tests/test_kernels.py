@@ -575,28 +575,12 @@ def test_arrays_that_lie_elsewhere_in_their_objects_are_refused(monkeypatch):
         array_objects.check_objects.__wrapped__()
 
 
-BITS = """
-import zlib, numpy as np, treeattn
-rng = np.random.default_rng(0)
-for width, options in ((128, {}), (33, {"causal": True, "softcap": 3.0, "mask": np.arange(700) != 5})):
-    q, k, v = (rng.standard_normal((1, heads, n, width), dtype=np.float32) for heads, n in ((8, 2), (2, 700), (2, 700)))
-    state = treeattn.partial_attention(q, k, v, **options)
-    print(zlib.crc32(state.packed), zlib.crc32(state.merge(state).finish()))
-"""
-
-
 def run_program(program, **environment):
     package = os.path.dirname(os.path.dirname(treeattn.__file__))
     variables = {**os.environ, "PYTHONPATH": package, **environment}
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", program], env=variables, text=True, stdout=subprocess.PIPE
     )
-
-
-def test_code_from_the_disk_gives_the_bits_of_code_just_compiled(tmp_path):
-    compiled, loaded = (run_program(BITS, NUMBA_CACHE_DIR=str(tmp_path)).communicate(timeout=120)[0] for _ in "12")
-    assert len(compiled.split()) == 4
-    assert loaded == compiled
 
 
 OTHER_PROCESSORS = """

@@ -16,7 +16,7 @@ from treeattn.testing.oracle import assert_attention
 from treeattn.testing.ranks import ThreadTransport
 from treeattn.wire import Wire
 
-LONG = 20.0
+LONG = 60.0
 rng = np.random.default_rng(0)
 Q, K, V = (rng.standard_normal((1, heads, n, 8), dtype=np.float32) for heads, n in ((4, 3), (2, 60), (2, 60)))
 

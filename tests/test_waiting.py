@@ -106,7 +106,7 @@ def test_a_wait_ends_at_the_deadline_or_when_the_roll_is_called(by_clock, timeou
 
 
 def test_a_nap_is_not_twice_as_long():
-    """Of many, the shortest: whatever else the machine does can only make them longer."""
+    """Of many, the shortest: whatever else the machine does can only make them longer, and it may do so for long."""
     waiting.nap()
 
     def seconds():
@@ -114,7 +114,11 @@ def test_a_nap_is_not_twice_as_long():
         waiting.nap()
         return time.perf_counter() - start
 
-    assert waiting.NAP <= min(seconds() for _ in range(50)) < 2 * waiting.NAP
+    shortest = min(seconds() for _ in range(50))
+    deadline = time.monotonic() + 60
+    while shortest >= 2 * waiting.NAP and time.monotonic() < deadline:
+        shortest = min(shortest, seconds())
+    assert waiting.NAP <= shortest < 2 * waiting.NAP
 
 
 def test_a_sleeper_is_woken_by_what_is_published_and_not_by_what_was():
@@ -122,7 +126,7 @@ def test_a_sleeper_is_woken_by_what_is_published_and_not_by_what_was():
 
     memory = np.zeros(256, np.uint8)
     slot = memory.ctypes.data + window.BEFORE_STATE
-    header, limit = np.zeros(window.HEADER, np.uint8), np.array([20, 0], np.int64)
+    header, limit = np.zeros(window.HEADER, np.uint8), np.array([60, 0], np.int64)
     publish = window.publish_at()
     others, sleep = np.array([slot], np.int64), window.sleep_at()
     sleep(others, 0, limit.ctypes.data)  # use 0 is there: no sleep
@@ -131,6 +135,6 @@ def test_a_sleeper_is_woken_by_what_is_published_and_not_by_what_was():
     while not memory[window.ASLEEP]:
         time.sleep(1e-3)
     publish(slot, header.ctypes.data, 0, 0, 1)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     sleep(others, 1, limit.ctypes.data)

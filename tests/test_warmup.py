@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import treeattn as package
 from treeattn import cli
 from treeattn.arrays import KV_DTYPES
 from treeattn.kernels import code_folder
@@ -18,14 +13,6 @@ from treeattn.kernels.compilation import watching
 from treeattn.kernels.specialisations import specialisations
 
 SMALL = ("--q-heads", "4", "--kv-heads", "2", "--head-dim", "24")
-
-DECODE = """
-import numpy as np, treeattn
-from treeattn.kernels.compilation import compilations
-q, k, v = (np.zeros((1, heads, n, 24), np.float32) for heads, n in ((4, 1), (2, 300), (2, 300)))
-treeattn.decode(q, k, v, comm=None, causal=True, q_pos=np.array([299]), kv_pos=0)
-assert compilations() and all(each.loaded for each in compilations()), compilations()
-"""
 
 
 @pytest.fixture
@@ -39,20 +26,6 @@ def warmup(capfd, monkeypatch):
         return ended.value.code or 0, capfd.readouterr().out
 
     return run
-
-
-def run(cache, *arguments):
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": str(Path(package.__file__).parent.parent)}
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True, timeout=200
-    ).stdout
-
-
-def test_what_was_warmed_up_is_only_loaded_afterwards(tmp_path):
-    printed = run(tmp_path, "-m", "treeattn", "warmup", *SMALL, "--causal")
-    assert " compiled in " in printed
-    assert printed.splitlines()[-1].startswith(f"code is kept in {tmp_path}")
-    run(tmp_path, "-c", DECODE)
 
 
 def test_every_function_is_told_as_json(warmup):

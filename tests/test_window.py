@@ -213,6 +213,11 @@ def mapped():
     return Path("/proc/self/maps").read_text().count("treeattn-")
 
 
+def files():
+    """Files that this process has made, or one that was killed and had its number."""
+    return set(window.FOLDER.glob(f"treeattn-{os.getpid()}-*"))
+
+
 def test_nothing_is_left():
     def body(transport):
         for _ in range(40):
@@ -220,11 +225,10 @@ def test_nothing_is_left():
                 comm.allreduce(state_of(comm.rank))
 
     gc.collect()
-    before = mapped(), len(os.listdir("/proc/self/fd"))
+    before = mapped(), len(os.listdir("/proc/self/fd")), files()
     run_ranks(2, body)
     gc.collect()
-    assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
-    assert not list(window.FOLDER.glob(f"treeattn-{os.getpid()}-*"))
+    assert (mapped(), len(os.listdir("/proc/self/fd")), files()) == before
 
 
 ROOM = 64 + 2 * 2 * (64 + 2**16) + 2 * (128 + 2**16)
@@ -256,7 +260,7 @@ def no_folder(monkeypatch):
 
 @pytest.mark.parametrize("failure", [no_room, another_machine, no_folder])
 def test_where_memory_is_not_shared_messages_are_used_and_one_rank_says_so(monkeypatch, failure):
-    text, hosts = failure(monkeypatch), ["h", "h", "i"]
+    before, text, hosts = files(), failure(monkeypatch), ["h", "h", "i"]
 
     def body(transport):
         with TreeComm(transport, hosts=hosts) as comm:
@@ -269,7 +273,8 @@ def test_where_memory_is_not_shared_messages_are_used_and_one_rank_says_so(monke
     assert found == [bits(over_the_wire([[state_of(0), state_of(1)], state_of(2)]))] * 3
     (warning,) = caught
     assert str(warning.message).startswith(text)
-    assert not list(window.FOLDER.glob(f"treeattn-{os.getpid()}-*"))
+    monkeypatch.undo()
+    assert files() == before
 
 
 @pytest.mark.parametrize("plan", ["shared", "auto"])
@@ -338,9 +343,10 @@ def test_an_error_in_the_middle_of_quick_steps_reaches_all():
 
 def test_a_rank_that_does_not_publish_is_named():
     def body(transport):
-        comm = TreeComm(transport, timeout=0.3)
+        comm = TreeComm(transport)
         comm.allreduce(state_of(comm.rank))
         comm.allreduce(state_of(comm.rank))
+        team_of(comm).channel.transport.timeout = 0.3  # only now: on a busy machine the first may take longer
         if comm.rank == 2:
             while len(failed) < 2:
                 time.sleep(0.01)

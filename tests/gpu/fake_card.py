@@ -7,6 +7,7 @@ copy runs. So whatever else looks into a device array, treeattn or MPI, ends the
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import threading
@@ -134,6 +135,9 @@ class FakeKernel:
         return 2
 
 
+_buses = itertools.count()
+
+
 class FakeCard:
     """A `treeattn.backends.runtime.Runtime` of two multiprocessors."""
 
@@ -146,7 +150,7 @@ class FakeCard:
         self.used = self.launches = self.copies = self.waits = self.detours = 0
         self.pinned: dict[int, int] = {}
         self.pins = Pins(self.pinned.__setitem__, self.pinned.__delitem__)
-        self.bus_id, self.lies = f"0000:{id(self) % 2**16:04x}:00.0", False
+        self.bus_id, self.lies = f"{next(_buses):04x}:00:00.0", False
         self.mapped: list[FakeCard] = []
         self.stream, self._engine = 0, threading.Lock()
         self.pending: Callable[[], bool] = _nothing

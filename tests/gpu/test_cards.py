@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+import threading
 import types
 from typing import Any
 
@@ -138,17 +138,21 @@ def test_an_asynchronous_error_breaks_the_communicator(backends: Any) -> None:
 
 
 def test_a_card_that_never_ends_is_given_up_at_the_deadline(backends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up = threading.Event()
+
     def body(transport: Any) -> str:
-        comm = TreeComm(transport, plan="nccl", timeout=0.2)
+        comm = TreeComm(transport, plan="nccl")
         mine = on_card(state_of(comm.rank), backends[comm.rank])
         comm.allreduce(mine)
+        team_of(comm).channel.transport.timeout = 0.2  # only now: on a busy machine the first may take longer
         if comm.rank == 1:
             comm.allreduce(mine)
-            time.sleep(1)  # with its own work, so that nobody can tell that rank 0 waits in vain
+            given_up.wait(60)  # with its own work, so that nobody can tell that rank 0 waits in vain
             return ""
         monkeypatch.setattr(backends[0].runtime, "mark", lambda: lambda: False)
         with pytest.raises(RankTimeout, match=r"nothing came from rank 1 on host localhost for 0\.2 s"):
             comm.allreduce(mine)
+        given_up.set()
         return str(team_of(comm).channel.cards.group.ended)  # type: ignore[union-attr]
 
     assert run_ranks(2, body) == ["aborted", ""]

@@ -140,7 +140,8 @@ def chosen(case: Any, target: Any) -> Specialisation:
 @pytest.fixture(scope="module", autouse=True)
 def _compiled(emulator: Any) -> None:
     """Compile everything at once: one after the other takes as many times longer as there are cores."""
-    wanted = {chosen(case, WAVE_32) for case in VECTOR_CASES} | {chosen(case, target) for target, case in MATRIX}
+    wanted = {chosen(case, target) for case in VECTOR_CASES for target in (WAVE_32, WAVE_64)}
+    wanted |= {chosen(case, target) for target, case in MATRIX}
     emulator.build_all(wanted)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from test_direct import SHAPE, fetched, on_card, state_of
 from treeattn import PartialState, TreeComm, peer_memory
 from treeattn.errors import BackendError, RankTimeout
 from treeattn.testing import run_ranks
+from treeattn.wrapping import team_of
 
 
 def test_states_of_other_steps_shapes_and_lanes_keep_apart(
@@ -117,16 +119,20 @@ def test_what_a_driver_refuses_is_raised_on_every_rank(backends: Any, monkeypatc
 
 
 def test_a_card_that_never_ends_is_given_up_at_the_deadline(backends: Any, monkeypatch: Any) -> None:
+    given_up = threading.Event()
+
     def body(transport: Any) -> None:
-        comm = TreeComm(transport, plan="p2p", timeout=0.2)
+        comm = TreeComm(transport, plan="p2p")
         mine = on_card(state_of(comm.rank), backends[comm.rank])
         comm.allreduce(mine)
+        team_of(comm).channel.transport.timeout = 0.2  # only now: on a busy machine the first may take longer
         if comm.rank == 1:
-            time.sleep(1)  # with its own work, so that nobody can tell that rank 0 waits in vain
+            given_up.wait(60)  # with its own work, so that nobody can tell that rank 0 waits in vain
             return
         monkeypatch.setattr(backends[0].runtime, "mark", lambda: lambda: False)
         with pytest.raises(RankTimeout, match=r"nothing came from rank 1 on host a for 0\.2 s"):
             comm.allreduce(mine)
+        given_up.set()
 
     run_ranks(2, body, hosts=list("aa"))
 

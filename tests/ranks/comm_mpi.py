@@ -72,13 +72,29 @@ LEAVE = {
 }
 
 
+def give_up_after(seconds, comm):
+    """Set the deadline only now: on a busy machine the first steps may take longer, and what they compile."""
+    team_of(comm).channel.transport.timeout = seconds
+
+
+def all_but_the_last():
+    """Make a communicator of those that stay, for `leave_together`."""
+    world = MPI.COMM_WORLD
+    return world.Split(world.rank == world.size - 1, world.rank)
+
+
+def leave_together(living):
+    """Wait until all have spoken, and the launcher has passed that on: whoever leaves first ends the job."""
+    living.Barrier()
+    time.sleep(0.5)
+
+
 def silent(how, plan):
     """The last rank stays away; the others say so, and the job ends all the same."""
-    with treeattn.TreeComm(plan=plan) as comm:
-        comm.allreduce(state(comm.rank))  # compiles, which must not count as silence
-        comm.allreduce(state(comm.rank))
-    comm = treeattn.TreeComm(timeout=1.5, plan=plan)
+    living = all_but_the_last()
+    comm = treeattn.TreeComm(plan=plan)
     comm.allreduce(state(comm.rank))
+    give_up_after(1.5, comm)
     if comm.rank == comm.size - 1:
         LEAVE[how]()
     try:
@@ -89,7 +105,7 @@ def silent(how, plan):
         comm.bcast(1)
     except CommError as error:
         say(again=str(error))
-    time.sleep(0.5)  # until all have spoken; whoever leaves then ends the job
+    leave_together(living)
 
 
 def steps(hosts):
@@ -139,11 +155,10 @@ def flight(hosts):
 
 def flight_silent():
     """The last rank begins no more, while others have two in flight."""
-    with treeattn.TreeComm(plan="2,2") as comm:
-        comm.allreduce(state(comm.rank))  # compiles, which must not count as silence
+    living = all_but_the_last()
     comm = treeattn.TreeComm(hosts=list("abc"), plan="2,2")
     comm.allreduce_begin(state(comm.rank)).end()
-    team_of(comm).channel.transport.timeout = 1.5  # only now: on a busy machine the first may take longer
+    give_up_after(1.5, comm)
     first = comm.allreduce_begin(state(comm.rank))
     if comm.rank == 2:
         time.sleep(300)
@@ -153,7 +168,7 @@ def flight_silent():
         second.end()
     except RankTimeout as error:
         say(error=str(error))
-    time.sleep(0.5)  # until all have spoken; whoever leaves then ends the job
+    leave_together(living)
 
 
 def late():
@@ -175,16 +190,15 @@ def split():
 
 def mixed():
     """One rank begins an all-reduce where the other does it at once."""
-    with treeattn.TreeComm() as comm:
-        comm.allreduce(state(comm.rank))  # compiles, which must not count as silence
-    comm = treeattn.TreeComm(timeout=1)
+    comm = treeattn.TreeComm()
     comm.allreduce_begin(state(comm.rank)).end()
     comm.allreduce(state(comm.rank))
+    give_up_after(1, comm)
     try:
         comm.allreduce_begin(state(comm.rank)).end() if comm.rank else comm.allreduce(state(comm.rank))
     except RankTimeout as error:
         say(error=str(error), ranks=error.ranks)
-    time.sleep(0.5)  # until all have spoken; whoever leaves then ends the job
+    leave_together(MPI.COMM_WORLD)
 
 
 def raises():

@@ -169,9 +169,22 @@ class ThreadTransport(Transport):
     """One rank of `run_ranks`; pass it to ``TreeComm``."""
 
     def __init__(self, world: _World, rank: int, context: tuple[int, ...] = ()) -> None:
-        self.rank, self.size, self.timeout = rank, world.size, 0.0
+        self.rank, self.size = rank, world.size
         self._world, self._context, self._duplicates = world, context, 0
-        self._roll = context
+        self._trunk, self._seconds = self, 0.0
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a wait ends in silence; branches have that of what they branch from."""
+        return self._trunk._seconds
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._trunk._seconds = seconds
+
+    @property
+    def _roll(self) -> tuple[int, ...]:
+        return self._trunk._context
 
     def isend(self, data: Bytes, dest: int, tag: int) -> _Request:
         """Start to send."""
@@ -274,7 +287,7 @@ class ThreadTransport(Transport):
     def branch(self) -> ThreadTransport:
         """Make one for a plan."""
         made = self.dup()
-        made.timeout, made._roll = self.timeout, self._roll
+        made._trunk = self._trunk
         return made
 
     def shared_memory_group(self) -> int:
@@ -299,7 +312,7 @@ def run_ranks(
     function: Callable[[ThreadTransport], T],
     *,
     hosts: Sequence[str] | None = None,
-    timeout: float = 30,
+    timeout: float = 120,
     rendezvous: bool = False,
     seed: int | None = None,
 ) -> list[T]:
