@@ -46,6 +46,11 @@ class Job:
     stderr: str
     reports: list[dict[str, Any]]
 
+    def of_all(self, ranks: int) -> list[dict[str, Any]]:
+        """Give the reports, after a look whether each rank has sent one."""
+        assert [report["rank"] for report in self.reports] == list(range(ranks)), self
+        return self.reports
+
     def __str__(self) -> str:
         return f"exit status {self.rc}\n--- stdout of all ranks\n{self.stdout}\n--- stderr of all ranks\n{self.stderr}"
 
@@ -63,7 +68,7 @@ class MpiRun:
 
         def test_total(mpirun):
             job = mpirun("total", 3, "--width", 64)
-            assert [report["total"] for report in job.reports] == [3, 3, 3]
+            assert [report["total"] for report in job.of_all(3)] == [3, 3, 3]
 
     Ranks fail by raising: call ``treeattn.launch.install_abort_hook()`` first thing, so that one rank's exception
     ends the others too, and with the output of all ranks in the test's failure.

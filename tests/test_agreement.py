@@ -197,7 +197,7 @@ def test_a_signature_has_the_same_digest_in_every_process():
     found = {
         subprocess.run(
             [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True, text=True, check=True, timeout=60,
+            capture_output=True, text=True, check=True, timeout=120,
         ).stdout.strip()
         for seed in ("1", "2")
     }  # fmt: skip

@@ -432,13 +432,13 @@ def test_a_kernel_that_fails_on_the_way_is_heard_of_on_all_and_all_live_on(name,
 
 
 def test_baselines_run_on_mpi_ranks(mpirun):
-    job = mpirun("baselines", 3)
-    for report in job.reports:
+    reports = mpirun("baselines", 3).of_all(3)
+    for report in reports:
         assert report["checked"] == sorted(ALL)
         assert report["collectives of allreduce3"] == 3
         assert report["rounds of the ring"] == 2
     # Emulated latency of 20 ms holds what the first rank sends through both rounds, however late others start.
-    starts, ends = ([report[name] for report in job.reports] for name in ("start", "end"))
+    starts, ends = ([report[name] for report in reports] for name in ("start", "end"))
     assert min(ends) >= min(starts) + 2 * 0.02
 
 

@@ -209,7 +209,7 @@ def test_every_output_can_show_a_tree(encoding):
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": encoding},
-        capture_output=True, encoding=encoding, check=False, timeout=60,
+        capture_output=True, encoding=encoding, check=False, timeout=120,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ("└─ rank 1" if encoding == "utf-8" else "`- rank 1") in ended.stdout
@@ -426,7 +426,7 @@ def test_ranks_import_nothing_from_the_folder_they_are_started_in(tmp_path):
     path = ":".join(each for each in sys.path if each)
     ended = subprocess.run(
         [sys.executable, script, "topology", "--ranks", "2"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "over 2 ranks" in ended.stdout

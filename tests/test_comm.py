@@ -12,7 +12,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -450,7 +449,7 @@ def test_one_process_imports_no_mpi():
         "assert not any(name.startswith('mpi4py') for name in sys.modules)\n"
     )
     environment = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
 
 
 # ---- the end of one
@@ -581,22 +580,21 @@ def test_what_belongs_to_ranks_is_not_copied(copied):
             copied(each)
 
 
-class Patient(ThreadTransport):
-    """Does not take the others along when it breaks: each must find out by itself, as MPI ranks do."""
-
-    broken: ClassVar[list[int]] = []
-
-    def abandon(self):
-        self.broken.append(self.rank)
-
-
 def test_a_silent_rank_is_named_and_the_communicator_is_broken():
+    broken = []
+
+    class Patient(ThreadTransport):
+        """Does not take the others along when it breaks: each must find out by itself, as MPI ranks do."""
+
+        def abandon(self):
+            broken.append(self.rank)
+
     def body(transport):
         comm = TreeComm(transport)
         comm.allreduce(states_of(3)[comm.rank])
         team_of(comm).channel.transport.timeout = 0.2  # only now: on a busy machine the first may take longer
         if comm.rank == 2:
-            while len(Patient.broken) < 2:
+            while len(broken) < 2:
                 time.sleep(0.01)
             return None
         with pytest.raises(
@@ -674,7 +672,7 @@ def test_ranks_that_do_not_end_are_reported():
 
 
 def test_bare_mpi_communicators_are_wrapped_once_and_left_alone(each_mpi):
-    for report in each_mpi("comm_mpi", 3, "bare").reports:
+    for report in each_mpi("comm_mpi", 3, "bare").of_all(3):
         mates = [rank for rank in range(3) if rank % 2 == report["rank"] % 2]
         assert report["same"]
         assert report["means"] == [1.0, pytest.approx(sum(mates) / len(mates)), 1.0]
@@ -804,7 +802,7 @@ def run_alone(arguments, **environment):
     """Run Python in a process of its own whose environment is this one and ``environment``."""
     return subprocess.run(
         [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": ":".join(sys.path), **environment},
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
 
 

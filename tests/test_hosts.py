@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -35,12 +36,12 @@ class Machines:
     """Small machines inside this one: each has its own network, host name, processes and shared memory.
 
     They are joined by a bridge in a namespace of its own. Open MPI reaches them through an agent that stands in for
-    ssh. All names hold this process's id, and all is gone after `remove`.
+    ssh. All names are its own, and all is gone after `remove`.
     """
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self.names, self.folder = names, folder
-        self.prefix = f"treeattn-{os.getpid()}"
+        self.prefix = f"treeattn-{uuid.uuid4().hex[:8]}"
         self.switch = f"{self.prefix}-switch"
 
     def make(self) -> None:

@@ -518,7 +518,7 @@ class TestThreads:
     def test_a_program_may_end_while_a_thread_still_calls(self):
         program = "import numpy as np, threading, treeattn\n" + inspect.getsource(standard) + AT_THE_END
         process = run_program(program, TREEATTN_THREADS="2")
-        assert process.communicate(timeout=60)[0].split() == ["done"]
+        assert process.communicate(timeout=120)[0].split() == ["done"]
         assert process.returncode == 0
 
 

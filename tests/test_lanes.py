@@ -262,7 +262,7 @@ def test_delays_of_two_in_flight_are_waited_for_together():
 
 
 def test_ranks_of_mpi(each_mpi):
-    for report in each_mpi("comm_mpi", 4, "flight", "a,a,b,b").reports:
+    for report in each_mpi("comm_mpi", 4, "flight", "a,a,b,b").of_all(4):
         assert report["right"] == [True] * 6
         assert report["left open"] == 0
 

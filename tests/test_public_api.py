@@ -230,7 +230,7 @@ print(json.dumps(sorted(new - set(sys.stdlib_module_names))))
 
 def loaded_by(statements):
     code = LOADED.format(statements=statements)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     return {name for name in json.loads(run.stdout) if not name.startswith("_")}
 
 

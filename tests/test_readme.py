@@ -47,7 +47,7 @@ def test_the_demo_asks_any_question_to_the_letter(inherited):
     variables = [] if inherited else [f"{name}={value}" for name, value in asked.items()]
     environ = os.environ | (asked if inherited else {}) | {"MAKEFLAGS": ""}  # those of a `make test` above
     make = ["make", "--dry-run", "--no-print-directory", "demo", *variables]
-    job = subprocess.run(make, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    job = subprocess.run(make, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=True)
     words = shlex.split(job.stdout.splitlines()[-1])
     assert [words[words.index(option) + 1] for option in ("--ranks", "--question")] == list(asked.values())
 
@@ -56,6 +56,6 @@ def test_the_demo_asks_any_question_to_the_letter(inherited):
 def test_every_option_that_it_shows_is_one(command):
     word, *arguments = command.split()
     job = subprocess.run(
-        [sys.executable, "-m", "treeattn", word, "--help"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "treeattn", word, "--help"], capture_output=True, text=True, timeout=120, check=True
     )
     assert [option for option in arguments if option.startswith("--") and option not in job.stdout] == []

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "mpi_examples"
 def alone(name: str) -> str:
     """Run an example without MPI and give what it prints."""
     command = [sys.executable, str(EXAMPLES / name)]
-    return subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
 
 
 def assert_decode(output: str, ranks: int) -> None:

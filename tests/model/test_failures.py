@@ -61,7 +61,7 @@ def test_weights_that_fit_nowhere_are_refused(write_model: Any, tmp_path: Path) 
 def sentence(*arguments: object, status: int = 1) -> str:
     """Run the script, which must fail with one sentence, and give it."""
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == status, ended.stderr
     assert ended.stderr.startswith("llama_generate: ")
     assert ended.stderr.count("\n") == 1, ended.stderr

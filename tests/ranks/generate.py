@@ -1,4 +1,4 @@
-"""Generate on all ranks, once per host map, and on rank 0 alone: MODEL PROMPT_IDS NEW_TOKENS CHUNK HOSTS..."""
+"""Generate on all ranks for each of HOSTS, and for "alone" on rank 0: MODEL PROMPT_IDS NEW_TOKENS CHUNK HOSTS..."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def main() -> None:
     task = (json.loads(prompt), int(limit), int(chunk))
     comm = treeattn.TreeComm()
     weights = load(Path(model), Processes.of(comm))
-    runs = [generate(weights, treeattn.TreeComm(hosts=hosts.split(",")), *task) for hosts in maps]
-    report = {"rank": comm.rank, "runs": runs}
-    if comm.rank == 0:
+    together = [treeattn.TreeComm(hosts=hosts.split(",")) for hosts in maps if hosts != "alone"]
+    report = {"rank": comm.rank, "runs": [generate(weights, each, *task) for each in together]}
+    if "alone" in maps and comm.rank == 0:
         from mpi4py import MPI
 
         report["alone"] = generate(weights, treeattn.TreeComm(MPI.COMM_SELF), *task)[0]

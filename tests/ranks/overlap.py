@@ -28,7 +28,7 @@ class Waiting(Backend):
 
     def prepare(self, spec):
         def run(args, out):
-            seen.append(arrived.wait(20))
+            seen.append(arrived.wait(60))
             self.ops.fill_identity(out)
 
         return run
