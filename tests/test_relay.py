@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import defaultdict
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 import treeattn
 from treeattn import PartialState, TreeComm
 from treeattn.errors import InputError, RankTimeout
+from treeattn.planner import plan_allreduce
+from treeattn.radices import Radices
 from treeattn.relay import Part
 from treeattn.testing import over_the_wire, run_ranks
 from treeattn.wrapping import team_of
 
 WAYS = ["allreduce", "to a new state", "another shape", "wrong on one rank", "decode", "root", "begin and end"]
+TREE = Radices("shared", None, scheme="reduce")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,13 +52,15 @@ def kinds(comm):
 @pytest.mark.parametrize(
     ("hosts", "settings", "expected"),
     [
-        ("aabb", {}, ["Leader", "Follower", "Leader", "Follower"]),
-        ("abab", {}, ["Leader", "Leader", "Follower", "Follower"]),
-        ("aab", {}, ["Leader", "Follower", "Leader"]),
-        ("abc", {}, ["Leader"] * 3),
+        ("aabb", {}, ["Speaker", "Follower", "Speaker", "Follower"]),
+        ("abab", {}, ["Speaker", "Speaker", "Follower", "Follower"]),
+        ("aab", {}, ["Speaker", "Follower", "Speaker"]),
+        ("abc", {}, ["Speaker"] * 3),
         ("aaa", {}, ["Swap"] * 3),
-        ("abcd", {"plan": "binary"}, ["NoneType"] * 4),
+        ("abcd", {"plan": "binary"}, ["Speaker"] * 4),
         ("aabb", {"deterministic": True}, ["NoneType", "Follower"] * 2),
+        ("aabbc", {"plan": "reduce"}, ["Speaker"] * 5),
+        ("aabbc", {"plan": TREE}, ["Speaker", "Follower", "Speaker", "Follower", "Speaker"]),
         ("aabb", {"plan": "split"}, ["NoneType"] * 4),
     ],
 )
@@ -104,11 +110,42 @@ def test_whatever_comes_between_steps_have_their_bits(ways, hosts, bad, seed):
     run_ranks(len(hosts), body, hosts=hosts, seed=seed)
 
 
-@given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=7))
-@settings(deadline=None, max_examples=25)
-def test_what_is_counted_is_the_plans(hosts):
+SHARED = [TREE, Radices("shared", 2), Radices("shared", 2, scheme="reduce"), Radices("shared", None, 2)]
+PLANS = [None, "binary", "reduce", Radices(None, 2, scheme="reduce"), *SHARED]
+LABELS = st.lists(st.sampled_from(["r/a", "r/b", "s/c", "s/d"]), min_size=2, max_size=7)
+
+
+@given(
+    LABELS,
+    st.sampled_from(PLANS),
+    st.sampled_from([None, "float16", "bfloat16"]),
+    st.lists(st.sets(st.integers(0, 6)), min_size=2, max_size=4),
+    st.none() | st.integers(0, 6),
+)
+@settings(deadline=None, max_examples=60)
+def test_by_every_plan_the_bits_are_those_of_rounds_one_by_one(hosts, plan, wire_dtype, short, bad):
+    """Some ranks, none at first, go the short way, and one may have no state in the middle of it."""
+
+    def step(comm, some):
+        team_of(comm).session.shortcut = team_of(comm).session.shortcut if comm.rank in some else None
+        return comm.allreduce(state_of(comm.rank, 0)).packed.tobytes()
+
     def body(transport):
-        with TreeComm(transport) as comm:
+        with TreeComm(transport, plan=plan, wire_dtype=wire_dtype) as comm:
+            found = [step(comm, some) for some in [(), (), *short]]
+            if bad is not None:
+                with pytest.raises(InputError, match="state: expected a PartialState"):
+                    comm.allreduce(None if comm.rank == bad % comm.size else state_of(comm.rank, 0))
+            return [*found, *(step(comm, some) for some in short)]
+
+    assert len(set(itertools.chain(*run_ranks(len(hosts), body, hosts=hosts)))) == 1
+
+
+@given(LABELS, st.sampled_from(PLANS))
+@settings(deadline=None, max_examples=25)
+def test_what_is_counted_is_the_plans(hosts, plan):
+    def body(transport):
+        with TreeComm(transport, plan=plan) as comm:
             state = state_of(comm.rank, 0)
             comm.allreduce(state)
             before = comm.stats
@@ -121,18 +158,19 @@ def test_what_is_counted_is_the_plans(hosts):
     run_ranks(len(hosts), body, hosts=hosts)
 
 
+@pytest.mark.parametrize("plan", [None, TREE])
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
-def test_a_rank_that_comes_late_finds_the_others(late):
+def test_a_rank_that_comes_late_finds_the_others(late, plan):
     """So late that they have left the short way, in the middle of it."""
 
     def body(transport):
-        with TreeComm(transport) as comm:
+        with TreeComm(transport, plan=plan) as comm:
             for number in range(3):
                 time.sleep(0.4 * (comm.rank == late and number == 1))
                 assert comm.allreduce(state_of(comm.rank, number)).packed.tobytes() == right("aabb", number)
             return kinds(comm)
 
-    assert run_ranks(4, body, hosts=list("aabb")) == ["Leader", "Follower", "Leader", "Follower"]
+    assert run_ranks(4, body, hosts=list("aabb")) == ["Speaker", "Follower", "Speaker", "Follower"]
 
 
 @pytest.mark.parametrize("silent", [1, 2])
@@ -170,9 +208,6 @@ def test_states_of_another_kind_take_the_long_way():
     assert run_ranks(3, body, hosts=list("aab")) == [[right("aab", 0)] * 6] * 3
 
 
-def test_a_plan_in_pieces_or_with_more_rounds_is_no_part():
-    def body(transport):
-        with TreeComm(transport, plan="split") as comm:
-            return [Part.of(comm.plan_for(1000), rank) for rank in range(4)]
-
-    assert run_ranks(4, body, hosts=list("aabb"))[0] == [None] * 4
+def test_a_plan_in_pieces_is_no_part():
+    plan = plan_allreduce(list("aabb"), Radices("shared", leaders="all"))
+    assert [Part.of(plan, rank) for rank in range(4)] == [None] * 4

@@ -150,9 +150,11 @@ class Exchange:
         return self._header
 
     def resume(self, own: Header, at: int) -> None:
-        """Take over a step from a shortcut: rounds before number ``at`` of this rank's are over, and that has begun."""
+        """Take over a step from a shortcut: rounds before number ``at`` of this rank's are over, and that has begun.
+
+        Record 0 has this rank's header already, or what came in its place, at which nobody has looked.
+        """
         self._header, self._bytes, self._at = own, own.pack(), at
-        self._pieces.write_header(self._bytes)
 
     def _post(self) -> None:
         if not self.over:

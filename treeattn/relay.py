@@ -1,7 +1,7 @@
 """The short way of a step between hosts: compiled code before a host's messages and after them.
 
 With ranks that outnumber cores, and have slept since the step before, what they do one after the other adds up: here
-it is one compiled call on a rank that is not its host's leader, and two on one that is, with its messages in between.
+it is one compiled call on a rank that follows its host's leader, and two on one that has messages, with these between.
 """
 
 from __future__ import annotations
@@ -28,47 +28,45 @@ __all__ = ["relay_of"]
 YIELDS = 20
 """How often a rank gives up its core before it sleeps, `treeattn.window_round.SPINS` looks apart."""
 
-HERE, BEHIND = 1, 2
-"""Where a leader stops: before its messages, or behind them."""
-
 SLEEP = np.array([0, 50_000_000], np.int64)
 """Seconds and nanoseconds that a rank sleeps at most in compiled code."""
 
 
 class Part(NamedTuple):
-    """A rank's part in a plan of one round of messages, with a round in windows before it and one after it, or none."""
+    """A rank's part in a plan of rounds of messages, perhaps with a round in windows before them and one after them."""
 
     before: RankRound | None
-    messages: RankRound | None
+    messages: tuple[RankRound, ...]
     after: RankRound | None
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> Part | None:
         """Give this rank's part, where a plan is such a one."""
-        steps = plan.steps(rank)
         shared = [each.shared for each in plan.rounds]
-        if plan.pieces > 1 or shared not in ([False], [True, False, True]):
+        if plan.pieces > 1 or all(shared) or any(shared[1:-1]) or shared[0] != shared[-1]:
             return None
-        found: dict[int, RankRound] = {step.number: step for step in steps}
-        at = shared.index(False)
-        return cls(found.get(at - 1), found.get(at), found.get(at + 1))
+        found = {step.number: step for step in plan.steps(rank)}
+        ends = [found.pop(at, None) if shared[at] else None for at in (0, len(shared) - 1)]
+        return cls(ends[0], tuple(found.values()), ends[1])
 
     @property
     def follows(self) -> bool:
         """Whether this rank gives its state to its host's leader, and gets the result from there."""
         before, messages, after = self
-        if before is None or messages is not None or after is None:
+        if before is None or messages or after is None:
             return False
         return not before.receives and not after.sends and [each[1:] for each in after.receives] == [(1, 0)]
 
     @property
-    def leads(self) -> bool:
-        """Whether it merges what its host's ranks have, and then what comes from other hosts."""
+    def speaks(self) -> bool:
+        """Whether it has messages, after a merge of what its host's ranks have; the last end in one merge or record."""
         before, messages, after = self
-        if messages is None or len(messages.merges) != 1 or any(slots != 1 for _, slots, _ in messages.receives):
+        if not messages:
             return False
         gathers = before is None or (not before.sends and len(before.merges) == 1)
-        return gathers and (after is None or not after.receives)
+        last, one = messages[-1], [(1, 0)]
+        ends = len(last.merges) == 1 or (not last.merges and [each[1:] for each in last.receives] in ([], one))
+        return gathers and ends and (after is None or not after.receives)
 
 
 def relay_of(plan: Plan, rank: int) -> type[Shortcut] | None:
@@ -76,11 +74,11 @@ def relay_of(plan: Plan, rank: int) -> type[Shortcut] | None:
     part = Part.of(plan, rank)
     if part is None:
         return None
-    return _Leader if part.leads else _Follower if part.follows else None
+    return _Speaker if part.speaks else _Follower if part.follows else None
 
 
 class _Relay(Shortcut):
-    """What leaders and those who follow them have in common."""
+    """What ranks with messages and those who follow them have in common."""
 
     def _prepare(self) -> tuple[Callable[..., int], tuple[Any, Any]]:
         part = Part.of(self._exchange.plan, self._channel.rank)
@@ -139,45 +137,62 @@ class _Follower(_Relay):
         return found
 
     def _otherwise(self, found: int, attempt: Attempt, out: PartialState | None) -> PartialState | None:
+        self._records.headers[0][:] = self._header.tobytes()  # with which those that come are compared
         return self._resume(1, attempt, out)
 
 
-class _Leader(_Relay):
-    """A rank that merges what its host's ranks have, swaps that with other hosts, and passes the result on."""
+class _Speaker(_Relay):
+    """A rank that has messages: it merges what its host's ranks have before them, and passes the result on after."""
 
     def _prepare_part(self, part: Part) -> tuple[Callable[..., int], tuple[Any, Any]]:
         before, messages, after = part
-        assert messages is not None, "a leader has messages"
-        form, own = self._exchange.form, self._records.payloads[0].ctypes.data
+        form, rows = self._exchange.form, self._records.payloads
         self._gather: Callable[..., int] = relay_code().gather_at(form)
         self._spread: Callable[..., int] = relay_code().spread_at(form)
-        self._round = next(each for each in self._exchange.rounds if isinstance(each, MessageRound))
-        self._at = self._exchange.rounds.index(self._round)
-        (order,) = messages.merges
-        self._hosts = np.array([self._records.payloads[at].ctypes.data for at in order], np.int64)
+        places = [(at, each) for at, each in enumerate(self._exchange.rounds) if isinstance(each, MessageRound)]
+        *self._earlier, (self._at, self._last) = places
+        (order,) = messages[-1].merges or ((0,),)
+        self._merged = np.array([rows[at].ctypes.data for at in order], np.int64)
+        self._own = memoryview(self._header.view(np.uint8).data)
         self._place = self._own_place((0, 0) if after is None else self._slots(self._channel.rank))
+        return self._speak, self._gathered(before)
+
+    def _gathered(self, before: RankRound | None) -> tuple[Any, Any]:
+        """Give the slots of this host's other ranks, and the rows to merge there."""
+        own, ranks = self._records.payloads[0].ctypes.data, () if before is None else before.merges[0]
         places = {} if before is None else {at: self._slots(rank) for rank, _, at in before.receives}
         others = [slots[use] for use in (0, 1) for slots in places.values()]
-        ranks = () if before is None else before.merges[0]
         sources = [{0: [own, own], **places}[at][use] for use in (0, 1) for at in ranks]
-        return self._lead, (np.array(others, np.int64), np.array(sources, np.int64))
+        return np.array(others, np.int64), np.array(sources, np.int64)
 
-    def _lead(self, state: Any, out: Any, others: Any, sources: Any) -> int:
+    def _speak(self, state: Any, out: Any, others: Any, sources: Any) -> int:
+        """Give 0 for a whole step; else 1 more than the place of the round in which it ends."""
         if self._gather(state, others, sources, self._place) != 0:
-            return HERE
-        self._channel.call(self._swap)
-        if self._spread(out, self._hosts, self._place) != 0:
-            return BEHIND
+            return 1
+        ended = self._channel.call(self._swap)
+        if ended:
+            return ended
+        if self._spread(out, self._merged, self._place) != 0:
+            return 1 + self._at
         self._exchange.start_ahead()
         self._exchange.ran()
         return 0
 
-    def _swap(self) -> None:
-        self._round.post(True)
-        self._round.wait(nothing)
+    def _swap(self) -> int:
+        """Go through the rounds of messages; the last one's headers, and what it merges, are left to compiled code."""
+        for at, each in self._earlier:
+            each.post(True)
+            each.wait(nothing)
+            for header in each.headers():
+                if header != self._own:
+                    return 1 + at
+            each.merge()
+        self._last.post(True)
+        self._last.wait(nothing)
+        return 0
 
     def _otherwise(self, found: int, attempt: Attempt, out: PartialState | None) -> PartialState | None:
-        return self._resume(0 if found == HERE else self._at, attempt, out)
+        return self._resume(found - 1, attempt, out)
 
 
 def relay_code() -> ModuleType:
