@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -63,8 +64,19 @@ def clear_cache() -> list[Path]:
 def _roots() -> Iterator[Path]:
     if NUMBAS:
         yield Path(NUMBAS)
-    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeattn"
-    yield Path(tempfile.gettempdir()) / f"treeattn-{os.getuid()}"
+    with contextlib.suppress(RuntimeError):  # a user of whom the system knows no home, as in a container
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treeattn"
+    with contextlib.suppress(OSError):  # there may be no folder for what is temporary
+        root = Path(tempfile.gettempdir()) / f"treeattn-{os.getuid()}"
+        if _is_private(root):
+            yield root
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether nobody else can put code into a folder that everyone can foresee; it is made where it is missing."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & stat.S_IWOTH
 
 
 def _folders(root: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,12 +57,16 @@ def entry(signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
         Its one signature.
     """
 
+    def make(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+        dispatcher = numba.njit(**options, nogil=True)(function)
+        dispatcher.compile(signature)
+        return dispatcher
+
     def decorate(function: Callable[..., Any]) -> Callable[[], Any]:
         @cache
         def compiled() -> Any:
             with _noted(function) as hits, _compiling() as options:
-                dispatcher = numba.njit(**options, nogil=True)(function)
-                dispatcher.compile(signature)
+                dispatcher = _kept_if_possible(function, options, make)
                 hits.extend(dispatcher.stats.cache_hits)
             return dispatcher
 
@@ -77,17 +81,37 @@ def part(signature: str) -> Callable[[Callable[..., Any]], Callable[[], int]]:
     Parts keep the number of compiled variants a sum, not a product: an entry point knows only their signatures.
     """
 
+    def make(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+        return numba.cfunc(signature, **options)(function)
+
     def decorate(function: Callable[..., Any]) -> Callable[[], int]:
         @cache
         def compiled() -> Any:
             with _noted(function) as hits, _compiling() as options:
-                made = numba.cfunc(signature, **options)(function)
+                made = _kept_if_possible(function, options, make)
                 hits.extend(range(made.cache_hits))
             return made
 
         return lambda: int(compiled().address)
 
     return decorate
+
+
+def _kept_if_possible(
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    make: Callable[[Callable[..., Any], Mapping[str, Any]], Any],
+) -> Any:
+    """Make a function ready, in memory alone where the disk is full, or has a damaged file of it, which then goes."""
+    try:
+        return make(function, options)
+    except Exception:
+        if not options["cache"]:
+            raise
+        for file in Path(config.CACHE_DIR).rglob(f"*{function.__name__}-*.nb[ic]"):
+            with contextlib.suppress(OSError):
+                file.unlink()
+        return make(function, {**options, "cache": False})
 
 
 def compilations() -> tuple[Compilation, ...]:

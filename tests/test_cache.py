@@ -421,3 +421,62 @@ def test_queries_that_do_not_fit_are_blamed_and_not_the_keys(make, shape, text, 
     q = q.swapaxes(1, 2) if layout == "bthd" and q.ndim == 4 else q
     with pytest.raises(errors.InputError, match=f"^{re.escape(text)}"):
         cache.decode(q)
+
+
+IN_USE = "^this cache is in use by another thread"
+
+
+def begun_in(cache, place, call, monkeypatch):
+    """Let ``call`` begin in the middle of what comes by ``place`` of the cache's tokens, as another thread's may."""
+    stock, found = cache._stock, []
+    original = getattr(stock, place)
+
+    def meanwhile(*arguments):
+        monkeypatch.setattr(stock, place, original)
+        found.append(outcome(call))
+        return original(*arguments)
+
+    monkeypatch.setattr(stock, place, meanwhile)
+    return found
+
+
+@pytest.mark.parametrize("word", ["append", "truncate", "prefill"])
+def test_what_changes_beside_a_decode_is_refused(make, word, monkeypatch):
+    cache, (k, v), q = make(None, **SHAPE, capacity=100), tokens(9), queries(1)
+    cache.append(k, v)
+    change = {"append": lambda: cache.append(k, v), "prefill": lambda: cache.prefill(k, v)}
+    found = begun_in(cache, "keys_and_values", change.get(word, lambda: cache.truncate(2)), monkeypatch)
+    assert_attention(cache.decode(q, return_lse=True), q, k, v)
+    assert re.match(IN_USE, found[0].removeprefix("CommError: "))
+    assert cache.length == 9
+
+
+@pytest.mark.parametrize("word", ["append", "prefill"])
+def test_a_decode_beside_what_changes_is_refused_and_sees_no_token_that_is_not_there(make, word, monkeypatch):
+    cache, (k, v), q = make(None, **SHAPE, capacity=100), tokens(9), queries(1)
+    seen = begun_in(cache, "_write", lambda: cache.length, monkeypatch)
+    getattr(cache, word)(k, v)
+    found = begun_in(cache, "_write", lambda: cache.decode(q), monkeypatch)
+    getattr(cache, word)(k, v)
+    assert seen == ["gave int"]
+    assert re.match(IN_USE, found[0].removeprefix("CommError: "))
+    both = [np.concatenate([each, each], axis=2) for each in (k, v)]
+    assert_attention(cache.decode(q, return_lse=True), q, *both)
+
+
+@pytest.mark.parametrize("word", ["decode", "attend", "prefill"])
+def test_a_change_that_was_refused_on_one_rank_is_heard_of_everywhere(make, word, monkeypatch):
+    def call(comm):
+        cache, (k, v), q = make(comm, **SHAPE, block_size=2, capacity=100), tokens(9), queries(1)
+        cache.append(k, v)
+        if comm.rank == 1:
+            begun_in(cache, "keys_and_values", lambda: cache.append(k, v), monkeypatch)
+        assert_attention(cache.decode(q, return_lse=True), q, k, v)
+        calls = {"attend": lambda: cache.attend(q, q_pos=[8]), "prefill": lambda: cache.prefill(k, v)}
+        told = outcome(calls.get(word, lambda: cache.decode(q)))
+        assert_attention(cache.decode(q, return_lse=True), q, k, v)
+        return told
+
+    told = on_ranks(3, call)
+    assert told[1] == "CommError: this cache is in use by another thread"
+    assert all(re.match("CommError: this cache is in use by another thread", each) for each in told)

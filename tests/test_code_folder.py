@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import pwd
+import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -206,3 +210,93 @@ def test_clearing_removes_every_version_from_every_place_and_nothing_else(places
 )
 def test_the_account_counts_what_was_compiled_and_loaded(done, words):
     assert account([Compilation(*each) for each in done]) == words
+
+
+def added():
+    """Give a new entry point, and a new part, that were not made ready in this process before."""
+    return compilation.entry("int64(int64)")(_double), compilation.part("int64(int64)")(_negative)
+
+
+def _double(number):
+    return 2 * number
+
+
+def _negative(number):
+    return -number
+
+
+def results():
+    entry, part = added()
+    return entry()(21), ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(part())(42)
+
+
+def loaded():
+    return [each.loaded for each in compilation.compilations()[-2:]]
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Keep code in an empty folder."""
+    monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_a_full_disk_is_no_error(kept):
+    """Files of no more than so many bytes are what a full disk, or a used-up share of it, is."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        found = results()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found == (42, -42)
+    assert not list(kept.rglob("*.nbc"))
+    assert (results(), loaded()) == ((42, -42), [False, False])
+    assert (results(), loaded()) == ((42, -42), [True, True])
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle"])
+def test_damaged_files_are_no_error_and_go(kept, content):
+    results()
+    for file in kept.rglob("*.nb[ic]"):
+        file.write_bytes(content)
+    assert results() == (42, -42)
+    results()
+    assert (results(), loaded()) == ((42, -42), [True, True])
+
+
+def places_of_a_user_without(monkeypatch, what):
+    def none(*_):
+        raise KeyError("uid not found") if what == "home" else FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(code_folder, "NUMBAS", "")
+    monkeypatch.setattr(*((pwd, "getpwuid", none) if what == "home" else (tempfile, "gettempdir", none)))
+    return list(code_folder._roots())
+
+
+def test_who_has_no_home_or_no_temporary_folder_has_the_other_place(monkeypatch):
+    with monkeypatch.context() as patched:
+        without_home = places_of_a_user_without(patched, "home")
+    with monkeypatch.context() as patched:
+        without_temporary = places_of_a_user_without(patched, "temporary folder")
+    assert without_home == [Path(tempfile.gettempdir()) / f"treeattn-{os.getuid()}"]
+    assert [place.name for place in without_temporary] == ["treeattn"]
+
+
+@pytest.mark.parametrize("how", ["open to all", "a link"])
+def test_code_of_others_is_not_run(tmp_path, monkeypatch, how):
+    """The place below the temporary folder is one that everybody can foresee, and make before its user does."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place, elsewhere = tmp_path / f"treeattn-{os.getuid()}", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if how == "a link":
+        place.symlink_to(elsewhere)
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+    assert place not in code_folder._roots()
+    place.unlink() if how == "a link" else place.rmdir()
+    assert place in code_folder._roots()
+    assert place.stat().st_mode & 0o777 == 0o700

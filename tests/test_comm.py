@@ -749,15 +749,26 @@ def test_after_mpi_has_ended_there_is_an_error_and_not_an_end(each_mpi):
         import treeattn
         from mpi4py import MPI
         from treeattn.errors import CommError
+        state = treeattn.PartialState.identity((1, 2, 1, 4))
+        made = [treeattn.TreeComm(hosts=list(hosts)) for hosts in ("hh", "hi")]
+        for comm in made:
+            comm.allreduce(state), comm.allreduce(state)
+        begun = [comm.allreduce_begin(state) for comm in made]
         MPI.Finalize()
-        for make in (lambda: treeattn.TreeComm(MPI.COMM_SELF), treeattn.TreeComm):
+        calls = [lambda: treeattn.TreeComm(MPI.COMM_SELF), treeattn.TreeComm, *(each.end for each in begun)]
+        calls += [lambda comm=comm: comm.allreduce(state) for comm in made]
+        calls += [lambda comm=comm: comm.allreduce_begin(state) for comm in made]
+        for call in calls:
             try:
-                make()
+                call()
             except CommError as error:
                 print(error)
+        for comm in made:
+            assert not comm.usable
+            comm.free()
     """
     job = each_mpi(("-c", textwrap.dedent(script)), 2)
-    assert job.stdout.count("MPI has ended in this process") == 4, job
+    assert job.stdout.count("MPI has ended in this process") == 2 * 8, job
 
 
 def test_children_of_ranks_are_told_that_they_are_none(each_mpi):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeattn
-from treeattn import errors
+from treeattn import distributed, errors
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
 
@@ -217,6 +218,27 @@ def test_check_compares_the_queries_themselves(monkeypatch):
     monkeypatch.setenv("TREEATTN_CHECK", "1")
     for text in on_ranks(3, call):
         assert text.startswith("InputError: q: expected the same on every rank")
+
+
+def test_a_check_that_one_rank_alone_is_to_make_is_named(monkeypatch):
+    q, k, v = arrays()
+    wanted = threading.local()  # ranks are threads here, which share their environment
+    monkeypatch.setattr(distributed, "_checks_q", lambda: wanted.here)
+
+    def call(comm):
+        wanted.here = comm.rank == 1
+        return outcome(lambda: treeattn.decode(q, k, v, comm=comm))
+
+    text = "InputError: TREEATTN_CHECK: expected the same on every rank, got None on ranks 0, 2 and 1 on rank 1"
+    assert on_ranks(3, call) == [text] * 3
+
+
+@pytest.mark.parametrize("value", ["true", "2", " 1"])
+def test_a_check_is_on_or_off(monkeypatch, value):
+    q, k, v = arrays()
+    monkeypatch.setenv("TREEATTN_CHECK", value)
+    with pytest.raises(errors.InputError, match=f"^TREEATTN_CHECK: expected 0 or 1, got '{value}'$"):
+        treeattn.decode(q, k, v, comm=None)
 
 
 def test_check_takes_queries_in_any_byte_order(monkeypatch):

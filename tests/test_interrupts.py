@@ -144,3 +144,35 @@ def test_a_rank_works_on_or_knows_that_it_has_lost_the_others(name, hosts):
         for place in some_of(places)
     }
     assert found - {"was elsewhere"} == {"works on", "broken"}  # what is found ready depends on the other rank
+
+
+def filled_cache():
+    cache = treeattn.ShardedKVCache(None, batch=1, kv_heads=2, head_dim=4, block_size=4, capacity=64)
+    cache.append(K, V)
+    return cache
+
+
+CHANGES = {
+    "append": lambda cache: cache.append(K, V),
+    "prefill": lambda cache: cache.prefill(K, V),
+    "truncate": lambda cache: cache.truncate(3),
+    "decode": lambda cache: cache.decode(Q),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_a_cache_holds_what_it_held_before_or_what_it_is_to_hold(name):
+    change = CHANGES[name]
+    change(filled_cache())
+    places = places_of(functools.partial(change, filled_cache()))
+    after = {"append": 12, "prefill": 12, "truncate": 3, "decode": 6}[name]
+    assert len(places) > 5
+    for place in places:
+        cache = filled_cache()
+        assert interrupted(place, functools.partial(change, cache))
+        assert cache.length in (6, after)
+        assert cache.length == cache.local_length == len(cache.positions)
+        both = [np.concatenate([each, each], axis=2)[:, :, : cache.length] for each in (K, V)]
+        assert np.array_equal(cache.decode(Q), treeattn.attention(Q, *both))
+        cache.append(K, V)
+        assert cache.length in (12, after + 6)

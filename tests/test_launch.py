@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 import treeattn.job
 from treeattn import launch
 from treeattn.errors import CommError, InputError, MissingDependencyError
-from treeattn.launch import Launched, Runtime, find_runtime, launched, mpirun_command, mpirun_environment
+from treeattn.launch import Launched, Runtime, abort, find_runtime, launched, mpirun_command, mpirun_environment
 
 OPENMPI = Runtime("openmpi", "/opt/mpi/bin/mpirun", "mpirun (Open MPI) 5.0.11")
 MPICH = Runtime("mpich", "/opt/mpi/bin/mpiexec", "Hydra 5.0.2")
@@ -209,6 +211,46 @@ def test_a_message_that_is_no_text_is_printed_too(capfd):
     with pytest.raises(SystemExit):
         launch.abort("no file \udcff")
     assert capfd.readouterr().err == "no file \\udcff\n"
+
+
+class World:
+    """What Abort was called with."""
+
+    def Abort(self, status):  # noqa: N802 - MPI's name
+        raise SystemExit(f"aborted with {status}")
+
+
+@pytest.mark.parametrize("stdout", [None, "/dev/full", "closed"])
+def test_a_job_ends_though_nothing_can_be_printed_any_more(monkeypatch, stdout):
+    file = None if stdout is None else open("/dev/full", "w")  # noqa: SIM115 - it is closed below
+    if file is not None:
+        file.write("what is still to be printed")
+    if stdout == "closed":
+        with pytest.raises(OSError, match="No space left"):
+            file.close()
+
+    def write(*_):
+        raise OSError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(launch, "_world", World)
+    monkeypatch.setattr(os, "write", write)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", file)
+        with pytest.raises(SystemExit, match="aborted with 3"):
+            abort("lost", 3)
+    if stdout == "/dev/full":
+        with pytest.raises(OSError, match="No space left"):
+            file.close()
+
+
+def test_a_user_without_a_home_starts_ranks(monkeypatch):
+    def nobody(_):
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    environment = mpirun_environment(Runtime("openmpi", "mpirun", ""), 2, {})
+    assert Path(environment["HOME"]).is_dir()
 
 
 def test_alone_the_abort_hook_changes_nothing(monkeypatch, capsys):

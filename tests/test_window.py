@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import time
 import warnings
 from pathlib import Path
@@ -235,11 +236,12 @@ ROOM = 64 + 2 * 2 * (64 + 2**16) + 2 * (128 + 2**16)
 """Two slots for each of two ranks, two common results, and what the first rank writes for the other to find."""
 
 
-def no_room(monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def no_room_for(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+
+def no_room(monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", no_room_for)
     return f"no room for {ROOM} bytes in /dev/shm of host h: No space left on device"
 
 
@@ -275,6 +277,44 @@ def test_where_memory_is_not_shared_messages_are_used_and_one_rank_says_so(monke
     assert str(warning.message).startswith(text)
     monkeypatch.undo()
     assert files() == before
+
+
+def told_by(call):
+    try:
+        return bits(call())
+    except UserWarning as warning:
+        return str(warning)
+
+
+def with_warnings_as_errors(body):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return run_ranks(3, body)
+
+
+def test_where_warnings_are_errors_no_rank_is_left_waiting(monkeypatch):
+    text = no_room(monkeypatch)
+
+    def body(transport):
+        return told_by(lambda: TreeComm(transport, hosts=["h", "h", "i"]).allreduce(state_of(0)))
+
+    told = with_warnings_as_errors(body)
+    assert told == [f"{text}; ranks of one host will use messages"] * 3
+
+
+def test_where_warnings_are_errors_a_communicator_goes_on_after_them(monkeypatch):
+    reserve = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda *at: reserve(*at) if at[2] < 2 * ROOM else no_room_for(*at))
+
+    def body(transport):
+        with TreeComm(transport) as comm:
+            heads = 3, window.SMALL // 24 + 1, 3
+            return [told_by(lambda n=n: comm.allreduce(state_of(comm.rank, n))) for n in heads]
+
+    small = bits(over_the_wire([state_of(rank) for rank in range(3)]))
+    for first, large, last in with_warnings_as_errors(body):
+        assert first == last == small
+        assert re.match("no room for .*; ranks of one host will use messages for states of more than", large)
 
 
 @pytest.mark.parametrize("plan", ["shared", "auto"])

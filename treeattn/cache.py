@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,6 +17,7 @@ from treeattn.distributed import Arguments, Decoding
 from treeattn.inputs import Options
 from treeattn.prompt import prefill
 from treeattn.stock import Stock
+from treeattn.turns import Turns
 from treeattn.wrapping import as_tree_comm, team_of
 
 __all__ = ["ShardedKVCache"]
@@ -25,6 +28,7 @@ class ShardedKVCache:
 
     Every rank makes the same calls in the same order; making one is collective too. `append` and `truncate` send
     nothing; what goes wrong there on one rank of several is reported by the next `decode` or `prefill`, on every rank.
+    Threads may decode at once on one process; what one of them changes while another uses the cache is such an error.
 
     Parameters
     ----------
@@ -87,7 +91,7 @@ class ShardedKVCache:
     ) -> None:
         self.comm: TreeComm = as_tree_comm(comm)
         self._team = team_of(self.comm)
-        self._deferred = Deferral(alone=self.comm.size == 1)
+        self._deferred, self._turns = Deferral(alone=self.comm.size == 1), Turns("cache")
         sizes = {"batch": batch, "kv_heads": kv_heads, "block_size": block_size, "capacity": capacity}
         agreed, error = None, None
         try:
@@ -144,8 +148,14 @@ class ShardedKVCache:
             At once on one rank; on several, from the next `decode` or `prefill` on all of them, since this call
             sends nothing. Cut every rank back to one length with `truncate` to go on after it.
         """
+        self._turns.change(partial(self._try, lambda: self._stock.append(self._stock.tokens(k, v))))
+
+    def _try(self, change: Callable[[], None], refusal: Exception | None) -> None:
+        """Change something on this rank, of which others hear later what goes wrong."""
         try:
-            self._stock.append(self._stock.tokens(k, v))
+            if refusal is not None:
+                raise refusal
+            change()
         except Exception as error:
             self._deferred.put(error)
 
@@ -166,7 +176,10 @@ class ShardedKVCache:
         MemoryError
             There is no room for this rank's piece: raised as `append` does.
         """
-        error, new = self._deferred.take(), None
+        self._turns.change(partial(self._prefill, k, v))
+
+    def _prefill(self, k: Any, v: Any, refusal: Exception | None) -> None:
+        error, new = refusal or self._deferred.take(), None
         try:
             new = self._stock.tokens(k, v)
         except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
@@ -189,10 +202,8 @@ class ShardedKVCache:
         length : int
             From 0 to the cache's own `length`; the same on every rank.
         """
-        try:
-            self._stock.ledger.truncate(check_whole("length", length, 0, self.length))
-        except Exception as error:
-            self._deferred.put(error)
+        ledger = self._stock.ledger
+        self._turns.change(partial(self._try, lambda: ledger.truncate(check_whole("length", length, 0, self.length))))
 
     def decode(
         self,
@@ -238,15 +249,15 @@ class ShardedKVCache:
             shared=stock.agreed,
         )
 
-        def arguments() -> Arguments:
-            if error := self._deferred.take():
+        def arguments(refusal: Exception | None) -> Arguments:
+            if error := refusal or self._deferred.take():
                 raise error
             here, count = stock.queries(q)
             placed = stock.placed(count, q_pos, causal, window)
             options = Options(scale=scale, softcap=softcap, layout=self.layout, **placed)
             return here, *stock.keys_and_values(), options
 
-        return stock.as_callers(decoding(arguments), q)
+        return self._turns.read(lambda refusal: stock.as_callers(decoding(partial(arguments, refusal)), q))
 
     def attend(
         self,
@@ -283,21 +294,25 @@ class ShardedKVCache:
         out, lse
             As `treeattn.prefill`: this rank's rows.
         """
-        stock = self._stock
-        self._team.consult("attend", stock.agreed, {}, self._deferred.take() or stock.cannot_travel())
-        return prefill(
-            q,
-            *stock.keys_and_values(),
-            self.comm,
-            algorithm=algorithm,
-            return_lse=return_lse,
-            sink=sink,
-            scale=scale,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            q_pos=q_pos,
-            kv_pos=stock.kv_pos(),
-            layout=self.layout,
-            backend=stock.backend if backend is None else backend,
+        return self._turns.read(
+            partial(
+                self._attend,
+                q,
+                algorithm=algorithm,
+                return_lse=return_lse,
+                sink=sink,
+                scale=scale,
+                causal=causal,
+                window=window,
+                softcap=softcap,
+                q_pos=q_pos,
+                backend=self._stock.backend if backend is None else backend,
+            )
         )
+
+    def _attend(self, q: Any, refusal: Exception | None, **options: Any) -> Any:
+        stock = self._stock
+        error = refusal or self._deferred.take() or stock.cannot_travel()
+        self._team.consult("attend", stock.agreed, {}, error)
+        k, v = stock.keys_and_values()
+        return prefill(q, k, v, self.comm, kv_pos=stock.kv_pos(), layout=self.layout, **options)

@@ -71,6 +71,7 @@ class Channel:
         self.collective = ""
         self.wire_dtype: str | None = None
         self.name_hosts(("unknown",) * self.size)
+        transport.on_end(self.guard.close)
         _channels.add(self)
 
     @property

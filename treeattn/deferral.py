@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 __all__ = ["Deferral"]
 
 
@@ -24,15 +26,18 @@ class Deferral:
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
-        self._error: Exception | None = None
+        self._errors: deque[Exception] = deque(maxlen=1)
 
     def put(self, error: Exception) -> None:
         """Keep an error, or raise it."""
         if self._alone:
             raise error
-        self._error = self._error or error
+        if not self._errors:
+            self._errors.append(error)
 
     def take(self) -> Exception | None:
         """Give what was kept, once."""
-        error, self._error = self._error, None
-        return error
+        try:
+            return self._errors.popleft()  # in one step: another thread may put one in the meantime
+        except IndexError:
+            return None

@@ -28,6 +28,8 @@ from treeattn.wrapping import team_of
 
 __all__ = ["Arguments", "Decoding", "agreed_fields", "check_positions", "decode", "fingerprints"]
 
+CHECK_VARIABLE = "TREEATTN_CHECK"
+
 Arguments: TypeAlias = tuple[Any, Any, Any, Options]
 """q, k, v and the options of one call, not yet validated."""
 
@@ -258,9 +260,16 @@ def fingerprints(q: Any, sink: Any) -> tuple[tuple[str, int], ...]:
     found = []
     if sink is not None and not on_device(sink):  # what is on a card is not read for this
         found.append(("sink", _array_digest(sink)))
-    if os.environ.get("TREEATTN_CHECK") == "1":
-        found.append(("q", _array_digest(fetch(to_array("q", q)))))
+    if _checks_q():
+        found += [(CHECK_VARIABLE, 1), ("q", _array_digest(fetch(to_array("q", q))))]
     return tuple(found)
+
+
+def _checks_q() -> bool:
+    wanted = os.environ.get(CHECK_VARIABLE) or "0"
+    if wanted not in ("0", "1"):
+        raise InputError.of(CHECK_VARIABLE, expected="0 or 1", got=repr(wanted))
+    return wanted == "1"
 
 
 def _array_digest(array: Any) -> int:

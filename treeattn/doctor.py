@@ -24,7 +24,7 @@ import numpy as np
 
 import treeattn
 from treeattn.errors import TreeattnError
-from treeattn.launch import find_runtime, launched
+from treeattn.launch import find_runtime, home_folder, launched
 from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _mpi_library(name: str) -> Check:
     script = "from treeattn.doctor import loaded_mpi; print(loaded_mpi())"
     if launched() is not None:
         return Check(name, loaded_mpi())
-    environ = {"OMPI_MCA_osc": "^ucx", "HOME": str(Path.home()), **os.environ}
+    environ = {"OMPI_MCA_osc": "^ucx", "HOME": home_folder(), **os.environ}
     child = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environ, check=False
     )

@@ -184,6 +184,10 @@ class DelayedTransport(Transport):
         self._wait_until([_STAMP.unpack_from(each)[0] + self._delay(rank) for rank, each in enumerate(found)])
         return [each[_STAMP.size :] for each in found]
 
+    def on_end(self, close: Callable[[str], None]) -> None:
+        """Leave it to the carrier."""
+        self._carrier.on_end(close)
+
     def dup(self) -> DelayedTransport:
         """Make another of the same ranks, hosts and delays."""
         carrier = self._carrier.dup()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from treeattn.settings import DEFAULT_TIMEOUT, Settings, timeout_of
 from treeattn.team import Team
 from treeattn.topology import HOSTS_VARIABLE, host_labels, near_card
 from treeattn.transport import SelfTransport, Transport
+from treeattn.warning import warn_once
 from treeattn.window import open_window
 
 __all__ = ["join", "under_launcher"]
@@ -142,7 +142,8 @@ def _map_hosts(
     """Find out which ranks share a host: only those for which names and shared memory both say so; collective."""
     shared = [each["group"] for each in consult((), {"group": transport.shared_memory_group()})]
     labels, agreed = host_labels(names, shared)
-    if not agreed and transport.rank == 0:
+    if not agreed:
         text = "host names and shared memory disagree about which ranks share a host; taking them as "
-        warnings.warn(f"{text}{', '.join(labels)} (hosts= or {HOSTS_VARIABLE} overrides this)", stacklevel=5)
+        remedy = f"(hosts= or {HOSTS_VARIABLE} overrides this)"
+        warn_once(f"{text}{', '.join(labels)} {remedy}", transport.rank, partial(consult, ()))
     return labels

@@ -7,12 +7,14 @@ is installed, as root or not, with more ranks than cores or not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -30,6 +32,7 @@ __all__ = [
     "Runtime",
     "abort",
     "find_runtime",
+    "home_folder",
     "install_abort_hook",
     "launched",
     "mpirun_command",
@@ -209,11 +212,19 @@ def _runtime_settings(name: str, oversubscribed: bool) -> dict[str, str]:
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "OMPI_MCA_osc": "^ucx",
-            "HOME": str(Path.home()),
+            "HOME": home_folder(),
         }
     if name == "mpich" and oversubscribed:
         return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # without it, crowded ranks spin each other off their cores
     return {}
+
+
+def home_folder() -> str:
+    """Give this user's home, or what may stand in for it where the system knows of none, as in a container."""
+    try:
+        return str(Path.home())
+    except RuntimeError:
+        return tempfile.gettempdir()
 
 
 def run(ranks: int, arguments: Sequence[str]) -> int:
@@ -284,9 +295,11 @@ def abort(message: str, status: int = 1) -> NoReturn:
         The exit status.
     """
     if message:
-        os.write(2, f"{rank_tag()}{message.rstrip()}\n".encode(errors="backslashreplace"))
+        with contextlib.suppress(OSError):  # closed, or on a full disk, which must not keep the job from its end
+            os.write(2, f"{rank_tag()}{message.rstrip()}\n".encode(errors="backslashreplace"))
     if (world := _world()) is not None:
-        sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # likewise, or there is none
+            sys.stdout.flush()
         time.sleep(FORWARDING)
         world.Abort(status)
     raise SystemExit(status)

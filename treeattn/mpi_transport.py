@@ -34,6 +34,8 @@ T = TypeVar("T")
 ROLL_TAG = 32767
 """Tag of the calling of the roll: the largest that every MPI has, far from the numbers of rounds."""
 
+ENDED = "MPI has ended in this process (MPI.Finalize): ranks can't talk any more"
+
 RANK_VARIABLE = "TREEATTN_RANK_PROCESS"
 """Number of the process that is a rank, for its children, which have a rank's environment too."""
 
@@ -65,7 +67,7 @@ def import_mpi() -> ModuleType:
         reason = (str(error).splitlines() or [type(error).__name__])[0]  # the rest lists each file that was tried
         raise MissingDependencyError(f"several ranks need mpi4py and an MPI library: {remedy} ({reason})") from error
     if MPI.Is_finalized():  # any other call would end the process
-        raise CommError("MPI has ended in this process (MPI.Finalize): ranks can't talk any more")
+        raise CommError(ENDED)
     _check_launcher(MPI.COMM_WORLD.Get_size())
     if MPI.COMM_WORLD.Get_size() > 1:
         os.environ[RANK_VARIABLE] = str(os.getpid())
@@ -118,6 +120,7 @@ class MpiTransport(Transport):
         self._comm, self._bytes, self._testall = comm, MPI.BYTE, MPI.Request.Testall
         self._startall, self._any, self._prepared = MPI.Prequest.Startall, MPI.ANY_SOURCE, list[Any]()
         self._reductions: list[MpiRowReduction] = []
+        self._close: Callable[[str], None] = lambda _: None
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._patience = Patience(timeout, self._roll_was_called) if trunk is None else trunk._patience
         _free_before_finalize()
@@ -202,6 +205,10 @@ class MpiTransport(Transport):
         length, found = len(data), bytearray(len(data) * self.size)
         self.wait([self._comm.Iallgather([data, self._bytes], [found, length, self._bytes])])
         return [bytes(found[start : start + length]) for start in range(0, length * self.size, length)]
+
+    def on_end(self, close: Callable[[str], None]) -> None:
+        """MPI ends in Finalize."""
+        self._close = close
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """End the job if what is called doesn't come back by the deadline."""
@@ -315,7 +322,8 @@ def _duplicate(comm: Any, patience: Patience) -> Any:
 @contextlib.contextmanager
 def _watched(timeout: float, what: str) -> Iterator[None]:
     """End the job if a call that MPI has no waiting-free form of does not come back by the deadline."""
-    watch = threading.Timer(timeout, abort, [f"{what} did not end in {timeout:g} s: ending the job"])
+    seconds = min(timeout, threading.TIMEOUT_MAX)  # for more, a timer ends at once, by an exception of its own
+    watch = threading.Timer(seconds, abort, [f"{what} did not end in {timeout:g} s: ending the job"])
     watch.daemon = True
     if timeout:
         watch.start()
@@ -336,6 +344,7 @@ def _free_before_finalize() -> None:
 def _free_all(*_: Any) -> None:
     """Free the rest, in the order of making, which is the same on all ranks; MPI calls this first in Finalize."""
     for transport in tuple(_live):  # which `free` shortens
+        transport._close(ENDED)  # in the memory of a host, ranks could go on by themselves, until one needs MPI
         transport.free()
 
 

@@ -246,13 +246,12 @@ class Session:
     def make_room(self, nbytes: int) -> bool:
         """Let states of so many bytes have room in shared memory, if they may; give whether they have; collective."""
         if self.window is not None and self.window.room < nbytes <= self._channel.most_room:
-            channel, room = self._channel, room_to_make(nbytes, self._channel.most_room)
+            channel, most = self._channel, self._channel.most_room
             larger_than = f" for states of more than {self.window.room:,} bytes"
-            found = open_window(channel.hosts, channel.rank, channel.share, room, larger_than)
-            if found is None:
-                channel.most_room = self.window.room
-            else:
-                self.window = found
+            channel.most_room = self.window.room  # if there is no more, and where to be told so is an error
+            found = open_window(channel.hosts, channel.rank, channel.share, room_to_make(nbytes, most), larger_than)
+            if found is not None:
+                self.window, channel.most_room = found, most
         return self.window is not None and nbytes <= self.window.room
 
     def _direct(self, plan: Plan, ops: Any) -> DirectOps | None:

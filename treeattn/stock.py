@@ -17,7 +17,7 @@ from treeattn.checks import check_flag
 from treeattn.devices import Kind, fetch, give, kind_of, on_device
 from treeattn.errors import InputError
 from treeattn.inputs import to_bhtd
-from treeattn.ledger import Ledger, Segment, held_by
+from treeattn.ledger import Deal, Ledger, held_by
 from treeattn.shard import Shard
 
 __all__ = ["Stock", "Tokens"]
@@ -87,7 +87,7 @@ class Stock:
     @property
     def agreed(self) -> tuple[tuple[str, Any], ...]:
         """What must be the same on every rank for a call on all tokens to make sense."""
-        return ("cache length", self.ledger.length), ("tokens of each rank", tuple(self.ledger.counts))
+        return ("cache length", self.ledger.length), ("tokens of each rank", self.ledger.counts)
 
     def tokens(self, k: Any, v: Any) -> Tokens:
         """Check new keys and values."""
@@ -101,29 +101,24 @@ class Stock:
     def append(self, new: Tokens) -> None:
         """Deal tokens that all ranks have, and keep this rank's."""
         self.spec.check_room(self.ledger.length, new.count)
-        start = self.ledger.length
-        self._keep(start, self.ledger.append(new.count), new)
+        self._keep(self.ledger.length, self.ledger.deal(new.count), new)
 
     def prefill(self, new: Tokens, lengths: Sequence[int]) -> None:
         """Keep this rank's piece of tokens of which each rank has so many."""
         start = self.ledger.length + sum(lengths[: self._rank])
-        self._keep(start, self.ledger.prefill(lengths), new)
+        self._keep(start, self.ledger.deal_pieces(lengths), new)
 
-    def _keep(self, start: int, dealt: list[Segment], new: Tokens) -> None:
-        """Store this rank's parts of what was dealt, of which ``new`` begins at position ``start``."""
+    def _keep(self, start: int, deal: Deal, new: Tokens) -> None:
+        """Store this rank's parts of what was dealt, of which ``new`` begins at position ``start``; then it counts."""
         self._follows = self._follows and not new.count
-        try:
-            self._write(start, held_by(self._rank, dealt), new)
-            for kind, array in zip(new.kinds, (new.k, new.v), strict=True):
-                self.shard.memory.hand_back(kind, array)
-        except Exception:
-            if dealt:
-                self.ledger.truncate(dealt[0].start)
-            raise
+        self._write(start, held_by(self._rank, deal.parts), new)
+        for kind, array in zip(new.kinds, (new.k, new.v), strict=True):
+            self.shard.memory.hand_back(kind, array)
+        self.ledger.take(deal)
 
     def _write(self, start: int, own: list[tuple[int, int]], new: Tokens) -> None:
-        at = self.held - sum(stop - first for first, stop in own)
-        self.shard.reserve(self.held, at, self.spec.capacity)
+        at = self.held
+        self.shard.reserve(at + sum(stop - first for first, stop in own), at, self.spec.capacity)
         for first, stop in own:
             piece = slice(first - start, stop - start)
             at = self.shard.write(at, first, new.k[:, :, piece], new.v[:, :, piece])

@@ -217,6 +217,9 @@ class Transport(ABC):
         """
         raise NotImplementedError
 
+    def on_end(self, close: Callable[[str], None]) -> None:  # noqa: B027 - most runtimes never end
+        """Have ``close`` called with the reason when nothing can be sent any more, as the runtime has ended."""
+
     def watched(self, what: str) -> AbstractContextManager[None]:
         """Stand guard over a call that can't be waited for: where that is possible, the job ends at the deadline."""
         return nullcontext()

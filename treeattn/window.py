@@ -13,8 +13,7 @@ import mmap
 import os
 import secrets
 import tempfile
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -28,11 +27,11 @@ from treeattn.counting import Count
 from treeattn.plan import HEADER_BYTES
 from treeattn.topology import group_ranks
 from treeattn.transport import Bytes
+from treeattn.warning import Share, warn_once
 
 __all__ = ["Window", "compiled", "open_window", "room_for_state", "room_to_make"]
 
 Array: TypeAlias = npt.NDArray[Any]
-Share: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 FOLDER = Path("/dev/shm")
 
@@ -188,9 +187,8 @@ def open_window(
         except OSError as error:
             problem = f"ranks {members[0]} and {rank} of host {hosts[rank]} do not share {FOLDER}: {error.strerror}"
         problems = [each["problem"] for each in share({"problem": problem}) if each["problem"]]
-    if problems and rank == 0:
-        warnings.warn(f"{problems[0]}; ranks of one host will use messages{larger_than}", stacklevel=5)
     if problems:
+        warn_once(f"{problems[0]}; ranks of one host will use messages{larger_than}", rank, share)
         return None
     cores = reduce(or_, (int(found[each]["cores"], 16) for each in members)).bit_count()
     return Window(memory or mmap.mmap(-1, _size(1, room)), members, cores, room)
