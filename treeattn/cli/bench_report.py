@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.cli.output import console, counts, escape, print_rows, size, write_json
+from treeattn.cli.output import console, counts, escape, print_rows, size, write_json, writing
 from treeattn.launch import find_runtime
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _told(row: Row) -> dict[str, Any]:
 
 def _write_csv(file: str, rows: Sequence[Row]) -> None:
     told = [_told(row) for row in rows]
-    with open(file, "w", newline="", encoding="utf-8") as opened:
+    with writing(file), open(file, "w", newline="", encoding="utf-8") as opened:
         writer = csv.DictWriter(opened, list(told[0]))
         writer.writeheader()
         writer.writerows(told)

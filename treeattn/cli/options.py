@@ -100,12 +100,17 @@ def read_algorithm(ctx: click.Context, param: click.Parameter, value: str) -> st
     return value
 
 
+def _folder_of(file: str) -> Path:
+    path = Path(file)
+    return (path if path.is_absolute() else Path(_current_folder(), path)).parent
+
+
 def read_output_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """Refuse a file to write in a folder that is not there, before any work is done for it; rank 0 is to write it."""
     here = launched()
     if value == "":
         raise click.BadParameter("expected a file, or - for standard output, got ''")
-    if value not in (None, "-") and (here is None or here.rank == 0) and not Path(value).absolute().parent.is_dir():
+    if value not in (None, "-") and (here is None or here.rank == 0) and not _folder_of(value).is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), value)
     return value
 
@@ -195,9 +200,16 @@ def _check_against(ranks: int, hosts: tuple[str, ...] | None = None, root: int |
 
 def _this_command() -> list[str]:
     """Give what starts this command anew; like the command itself, it imports from the current folder only if asked."""
-    if sys.path[0] in ("", os.getcwd()):
+    if sys.path[0] in ("", _current_folder()):
         return ["-m", "treeattn"]
     return ["-c", "import sys; sys.path = list(filter(None, sys.path)); from treeattn.cli import main; main()"]
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise InputError.of("current folder", expected="one that is there", got="one that was removed") from None
 
 
 def _among(ranks: int) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from treeattn.launch import launched
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "counts", "drawable", "escape", "print_rows", "size", "under_way", "write_json"]
+__all__ = ["console", "counts", "drawable", "escape", "print_rows", "size", "under_way", "write_json", "writing"]
 
 _PLAIN = {"└": "`", "├": "|", "─": "-", "↔": "<->", "→": "->", "×": " x "}
 
@@ -80,6 +80,15 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
+@contextmanager
+def writing(file: str) -> Iterator[None]:
+    """Name the file in what goes wrong: where a disk is full, Python does not say whose file it was."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file) from error
+
+
 def write_json(json_file: str | None, results: Mapping[str, Any]) -> None:
     """Write ``results`` to the file that was asked for, if any."""
     if json_file is None:
@@ -88,4 +97,5 @@ def write_json(json_file: str | None, results: Mapping[str, Any]) -> None:
     if json_file == "-":
         sys.stdout.write(text)
     else:
-        Path(json_file).write_text(text, encoding="utf-8")
+        with writing(json_file):
+            Path(json_file).write_text(text, encoding="utf-8")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treeattn.cli.contender import ALGORITHMS
+from treeattn.cli.output import writing
 from treeattn.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from treeattn.cli.comparison import Row
 
-__all__ = ["draw", "import_pyplot"]
+__all__ = ["draw", "import_pyplot", "picture_format", "picture_formats"]
 
 
 def import_pyplot() -> Any:
@@ -44,7 +46,24 @@ def draw(rows: Sequence[Row], file: str) -> None:
     _panel(axes[1], one_size, "tokens", lambda row: row.median_ms, f"ms per step, {most_ranks} ranks")
     _panel(axes[2], one_length, "ranks", lambda row: row.peak_bytes, f"peak bytes of buffers, {longest:,} tokens")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(file, dpi=120)
+    with writing(file):
+        figure.savefig(file, format=picture_format(file), dpi=120)
+
+
+def picture_format(file: str) -> str:
+    """Give the format that a file's name asks for; a picture goes to that file, whatever its name.
+
+    Examples
+    --------
+    >>> picture_format("rows.SVG"), picture_format("/dev/stdout")
+    ('svg', 'png')
+    """
+    return Path(file).suffix[1:].lower() or "png"
+
+
+def picture_formats() -> list[str]:
+    """Name the formats that there are."""
+    return sorted(import_pyplot().Figure().canvas.get_supported_filetypes())
 
 
 def _panel(axis: Any, rows: Sequence[Row], by: str, value: Callable[[Row], float], title: str) -> None:
@@ -53,7 +72,8 @@ def _panel(axis: Any, rows: Sequence[Row], by: str, value: Callable[[Row], float
         # An algorithm keeps its colour where another, having refused, is missing.
         color = f"C{list(ALGORITHMS).index(name)}"
         axis.plot([getattr(row, by) for row in own], [value(row) for row in own], marker="o", label=name, color=color)
-    axis.set(title=title, xlabel=by, xscale="log", yscale="log")
+    scale = "log" if any(value(row) > 0 for row in rows) else "linear"  # one rank alone has no buffers
+    axis.set(title=title, xlabel=by, xscale="log", yscale=scale)
     ticks = sorted({getattr(row, by) for row in rows})
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axis.set_xticks([], minor=True)

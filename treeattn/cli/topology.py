@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from treeattn.cli.options import json_option, on_ranks, plan_options, read_output_file, suggest
-from treeattn.cli.output import console, counts, drawable, print_rows, write_json
+from treeattn.cli.output import console, counts, drawable, print_rows, write_json, writing
 from treeattn.costs import PRESETS, CostModel, read_model
 from treeattn.errors import InputError
 from treeattn.launch import launched
@@ -118,7 +118,8 @@ def _calibrate(hosts: tuple[str, ...] | None, payload: int, save: str | None, js
 
 def _save(path: str | None, text: str) -> None:
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
+        with writing(path):
+            Path(path).write_text(text, encoding="utf-8")
 
 
 def _draw_from(
