@@ -27,6 +27,7 @@ def energy(spec: Spec, args: Args, zeta: Array) -> Array:
     """Compute F(zeta), (B, Hq, Tq) in the state's dtype; ``zeta`` (B, Hq, Tq, Dv) is of that dtype."""
     m = np.full(spec.packed_shape[:3], -np.inf, spec.state_dtype)
     total = np.zeros_like(m)
+    zeta = np.ascontiguousarray(zeta)  # products with a broadcast array may add in another order
     with np.errstate(all="ignore"):
         for b in range(spec.batch):
             length = row_length(args, b)

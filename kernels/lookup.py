@@ -63,7 +63,7 @@ def _find_whole(vectors: Vectors, tables: tuple[Table, Table], raw: Any) -> tupl
     lower, upper = (_find(vectors, table, magnitude) for table in tables)
     upper = builder.or_(upper, builder.and_(raw, _bytes(raw, SIGN)))
     lowest = builder.icmp_signed("==", raw, _bytes(raw, SIGN))
-    return lower, builder.select(lowest, _bytes(raw, np.float32(-SIGN).view(np.uint32) >> 24), upper)
+    return lower, builder.select(lowest, _bytes(raw, int(np.float32(-SIGN).view(np.uint32)) >> 24), upper)
 
 
 def _find(vectors: Vectors, table: Table, index: Any) -> Any:

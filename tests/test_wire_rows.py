@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from decimal import Decimal, localcontext
+from decimal import Context, Decimal, localcontext
 from fractions import Fraction
 
 import numba
@@ -73,7 +73,7 @@ def numbers(rows):
 def largest_error(natural, wire):
     """Largest relative difference of what a packed state and wire rows stand for, in units of the last place."""
     worst = Decimal(0)
-    with localcontext(prec=60):
+    with localcontext(Context(prec=60)):
         for (values, m), (rows, e) in zip(numbers(natural), numbers(wire), strict=True):
             factor = (m - e * Decimal(2).ln()).exp()
             right = [value * factor for value in values]
@@ -236,7 +236,7 @@ def test_a_state_may_be_packed_where_it_is():
 def test_the_parts_of_log2_e_are_short_and_their_sum_is_right():
     parts = [Fraction(part) for part in (wire_rows.LOG2E_HIGH, wire_rows.LOG2E_MIDDLE, wire_rows.LOG2E_LOW)]
     assert all(part.numerator.bit_length() <= 27 for part in parts[:2])
-    with localcontext(prec=60):
+    with localcontext(Context(prec=60)):
         right = 1 / Decimal(2).ln()
     assert abs(sum(parts) - Fraction(right)) < Fraction(1, 2**105)
     assert math.isclose(float(sum(parts)), math.log2(math.e), rel_tol=2e-16)

@@ -117,7 +117,7 @@ def _measured(forecasts: dict[Radices, float], hosts: tuple[str, ...], state: Pa
 def _repeats(comm: TreeComm, run: Callable[[], object]) -> int:
     """How often to repeat it, by how long it takes the slowest rank after the first times."""
     (first,) = in_turns(time.perf_counter, [run], [FIRST])
-    (slowest,) = _slowest(comm, [np.median(first)])
+    (slowest,) = _slowest(comm, [float(np.median(first))])
     return int(min(max(SECONDS / slowest, FEWEST), MOST))
 
 
