@@ -2,7 +2,8 @@
 
 o may travel in 16 bit. Each row is then scaled by a power of two that brings its largest number near to 2**15, as far
 as l, which is scaled alike, stays below 2**100. Nothing overflows then, and what is rounded off is at most 2**-8 of a
-number (bfloat16), or 2**-11 of it or 2**-39 of the row's largest (float16). A merged row is rounded again.
+number (bfloat16), or 2**-11 of it, 2**-39 of the row's largest or 2**-125 of l (float16). A merged row is rounded
+again.
 """
 
 from __future__ import annotations
