@@ -678,6 +678,7 @@ def test_bare_mpi_communicators_are_wrapped_once_and_left_alone(each_mpi):
         assert report["means"] == [1.0, pytest.approx(sum(mates) / len(mates)), 1.0]
         assert report["message"] == "mine"
         assert report["left open"] == 0, "forty communicators leave no file and no memory"
+        assert report["with theirs"] == [0, 1.0], "what is made for a communicator ends with it, but caches go on"
 
 
 @pytest.mark.parametrize("names", [["n1", "n1", "n2", "n2"], ["n1", "n2", "n1", "n3"]], ids="".join)

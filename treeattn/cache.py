@@ -91,6 +91,7 @@ class ShardedKVCache:
     ) -> None:
         self.comm: TreeComm = as_tree_comm(comm)
         self._team = team_of(self.comm)
+        self._team.kept = True
         self._deferred, self._turns = Deferral(alone=self.comm.size == 1), Turns("cache")
         sizes = {"batch": batch, "kv_heads": kv_heads, "block_size": block_size, "capacity": capacity}
         agreed, error = None, None

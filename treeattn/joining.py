@@ -127,7 +127,7 @@ def _notes_on(comm: Any) -> dict[Any, Any]:
         return {}
     from treeattn import mpi_transport  # here, so that one process needs no MPI
 
-    return mpi_transport.cached_on(comm, lambda _: dict[Any, Any](), lambda _: True, "notes")
+    return mpi_transport.cached_on(comm, lambda _: dict[Any, Any](), lambda _: True, kind="notes")
 
 
 def under_launcher() -> bool:

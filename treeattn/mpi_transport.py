@@ -373,10 +373,21 @@ def _end_job(reason: str) -> None:
 
 @cache
 def _keyval(kind: str) -> int:
-    return int(import_mpi().Comm.Create_keyval())
+    return int(import_mpi().Comm.Create_keyval(delete_fn=_end_cached))
 
 
-def cached_on(comm: Any, make: Callable[[Any], T], usable: Callable[[T], bool], kind: str = "comm") -> T:
+def _end_cached(comm: Any, keyval: int, cached: tuple[Any, Callable[[Any], None]]) -> None:
+    found, end = cached
+    end(found)
+
+
+def cached_on(
+    comm: Any,
+    make: Callable[[Any], T],
+    usable: Callable[[T], bool],
+    end: Callable[[T], None] = lambda _: None,
+    kind: str = "comm",
+) -> T:
     """Give what ``make`` made for this communicator before, as long as it is usable, or let it make another.
 
     Parameters
@@ -384,16 +395,18 @@ def cached_on(comm: Any, make: Callable[[Any], T], usable: Callable[[T], bool], 
     comm : mpi4py communicator or None
         None is COMM_WORLD.
     make, usable : callable
+    end : callable
+        Takes what was made when the communicator is freed, by all of its ranks.
     kind : str
         What it is: there is one of each kind.
     """
     mpi = import_mpi()
     comm = mpi.COMM_WORLD if comm is None else _checked(comm, mpi)
-    found: T | None = comm.Get_attr(_keyval(kind))
-    if found is None or not usable(found):
-        found = make(comm)
+    found: tuple[T, Callable[[T], None]] | None = comm.Get_attr(_keyval(kind))
+    if found is None or not usable(found[0]):
+        found = make(comm), end
         comm.Set_attr(_keyval(kind), found)
-    return found
+    return found[0]
 
 
 def _checked(comm: Any, mpi: ModuleType) -> Any:

@@ -47,6 +47,8 @@ class Team:
     rank, size : int
     policy : Policy
         Which plan a payload takes.
+    kept : bool
+        Whether something may use it that nobody ends, such as a cache.
     """
 
     policy: Policy
@@ -56,7 +58,7 @@ class Team:
         self.session = Session(channel, self._measured_plan)
         self._lanes = Lanes(channel, self._open_lane)
         self._groups = Groups(channel, self._lanes, self.session)
-        self._attempts = Attempts(channel)
+        self._attempts, self.kept = Attempts(channel), False
 
     @property
     def usable(self) -> bool:

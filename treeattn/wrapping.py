@@ -27,7 +27,7 @@ def as_tree_comm(comm: Any) -> TreeComm:
     """Give a TreeComm for whatever ``comm=`` took; collective where one has to be made.
 
     A TreeComm is given back as it is. A bare mpi4py communicator, a Transport or None is wrapped once and
-    remembered; it is forgotten with the communicator. One that broke is given back broken: another would wait for
+    remembered; with an mpi4py communicator, it is freed. One that broke is given back broken: another would wait for
     ranks that may be gone.
     """
     if isinstance(comm, TreeComm):
@@ -48,4 +48,10 @@ def _wrapped(comm: Any) -> TreeComm:
         raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=type(comm).__name__)
     from treeattn import mpi_transport  # here, so that one process needs no MPI
 
-    return mpi_transport.cached_on(comm, TreeComm, lambda found: not found._team.channel.freed)
+    return mpi_transport.cached_on(comm, TreeComm, lambda found: not found._team.channel.freed, _end)
+
+
+def _end(made: TreeComm) -> None:
+    """Free what was made for a communicator when that is freed, unless something lives on that was made of it."""
+    if not made._team.kept:
+        made.free()

@@ -13,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 import treeattn
+from treeattn import mpi_transport
 from treeattn.errors import CommError, RankTimeout
 from treeattn.mpi_transport import MpiTransport
 from treeattn.wrapping import as_tree_comm, team_of
@@ -47,7 +48,22 @@ def bare():
     left = treeattn.TreeComm(half)  # never freed here: that is done before MPI ends
     left.allreduce(state(0))  # with receives started ahead
     found = {"same": same, "means": [float(mean) for mean in means], "message": request.wait()}
-    say(**found, **{"left open": left_open})
+    say(**found, **{"left open": left_open, "with theirs": freed_with_theirs(world)})
+
+
+def freed_with_theirs(world):
+    """What stays of communicators that were passed to calls, and freed; what a cache over another one then gives."""
+    before = len(mpi_transport._live)
+    for _ in range(3):
+        passed = world.Dup()
+        as_tree_comm(passed).allreduce(state(0))
+        passed.Free()
+    left = len(mpi_transport._live) - before
+    passed, ones = world.Dup(), np.ones((1, 1, 1, 2), np.float32)
+    cache = treeattn.ShardedKVCache(passed, batch=1, kv_heads=1, head_dim=2, capacity=9)
+    passed.Free()
+    cache.append(ones, ones)
+    return left, cache.decode(ones).flat[0].item()
 
 
 def open_things():
