@@ -16,7 +16,7 @@ from treeattn.catalog import Link
 from treeattn.choosing import candidates, choose_radices
 from treeattn.costs import DEFAULT_MODEL, CostModel
 from treeattn.emulation import DelayedTransport, Delays
-from treeattn.fitting import Sample, add_steps, fit
+from treeattn.fitting import CLOSE, Sample, add_steps, fit
 from treeattn.plan import HEADER_BYTES
 from treeattn.planner import plan_allreduce
 from treeattn.pricing import cost
@@ -117,6 +117,27 @@ def test_steps_of_few_and_of_many_rounds_tell_what_a_round_a_message_and_a_call_
     for plan, us in timed:
         assert cost(plan, payload, found).total_us == pytest.approx(us, rel=1e-5)
     assert found.between.alpha_us == pytest.approx(alpha, rel=1e-3, abs=1e-3 * timed[0][1])
+
+
+CROWDS = [(4, 1), (4, 2), (5, 2), (6, 1), (7, 2), (8, 2), (8, 4), (9, 4)]
+
+
+@given(st.floats(10, 1e4), st.floats(5, 50), st.floats(0, 1e4), st.sampled_from(CROWDS))
+@settings(deadline=None, max_examples=25)
+def test_an_exchange_that_takes_longer_than_trees_tells_how_many_ranks_can_send_at_once(alpha, gap, call, crowded):
+    """A rank alone sends 1 GB/s: all at once, as they were timed, so much less."""
+    payload, (hosts, crowd) = 16640, crowded
+    names, trunk = tuple(f"h{number}" for number in range(hosts)), None if crowd == 1 else hosts / crowd
+    right = replace(DEFAULT_MODEL, between=Link(alpha, 1.0, "measured", gap, trunk=trunk), call_us=call)
+    steps = [probe.plan for probe in probes_for(names, False) if probe.way == "step"]
+    timed = [(plan, cost(plan, payload, right).total_us) for plan in steps]
+    misled = replace(right, between=Link(1.5 * alpha, 1.0 / crowd, "measured", gap * crowd), call_us=0.0)
+    found = add_steps(misled, payload, timed)
+    off = [cost(plan, payload, found).total_us / us - 1 for plan, us in timed]
+    assert np.sqrt(np.mean(np.square(off))) <= 2 * CLOSE, off
+    if crowd == 1:
+        assert found.between.trunk is None
+        assert found.between.gb_per_s == 1.0
 
 
 @given(st.lists(st.sampled_from(["a", "b", "r/c", "r/d", "s/e"]), min_size=2, max_size=12), st.booleans())

@@ -30,6 +30,8 @@ LINKS = st.builds(
     st.sampled_from([(), ((65536, 20.0),)]),
     st.sampled_from([None, 2, 4, 8]),
     st.sampled_from([None, 1, 2]),
+    st.just(0.0),
+    st.sampled_from([None, 1.5, 4]),
 )
 MODELS = st.sampled_from(list(PRESETS.values())) | st.builds(
     CostModel, LINKS, LINKS, LINKS, LINKS, st.floats(1, 1000), *[st.floats(0, 10)] * 3

@@ -77,6 +77,9 @@ class Link:
         need not be whole: 1.5 says that four together take 4 / 1.5 times as long as one.
     jitter_us : float
         Microseconds by which the 99th percentile of a round lies above the median.
+    trunk : float or None
+        How many ranks in all can use it at once, between hosts: where a switch is narrower than what it joins, or what
+        moves messages shares cores. None is all; it need not be whole either.
     """
 
     alpha_us: float
@@ -87,11 +90,14 @@ class Link:
     largest_radix: int | None = None
     lanes: float | None = None
     jitter_us: float = 0.0
+    trunk: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("alpha_us", "gap_us", "jitter_us"):
             check_amount(name, getattr(self, name))
         check_amount("gb_per_s", self.gb_per_s, above_zero=True)
+        if self.trunk is not None:
+            check_amount("trunk", self.trunk, above_zero=True)
         for name, kind, least in (("largest_radix", int, 2), ("lanes", (int, float), 1)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, kind) or not least <= value < LARGEST):

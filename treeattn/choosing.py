@@ -141,13 +141,14 @@ def _between_cost(names: tuple[str, ...], radices: Radices, payload_bytes: int, 
 
 
 def _crowded(model: CostModel, leaders: int) -> CostModel:
-    """Give the model of one of several leaders of a host, who share its lanes."""
+    """Give the model of one of several leaders of a host, who share its lanes, and the trunk with all others."""
     return replace(model, between=_shared(model.between, leaders), rack=model.rack and _shared(model.rack, leaders))
 
 
 def _shared(link: Link, leaders: int) -> Link:
-    share = 1.0 if link.lanes is None else min(1.0, link.lanes / leaders)
-    return replace(link, gb_per_s=link.gb_per_s * share, gap_us=link.gap_us / share)
+    lanes = min(link.lanes or leaders, leaders)
+    share, trunk = lanes / leaders, link.trunk and link.trunk / lanes
+    return replace(link, gb_per_s=link.gb_per_s * share, gap_us=link.gap_us / share, trunk=trunk)
 
 
 def _shape(hosts: Sequence[str]) -> tuple[int, tuple[str, ...]]:

@@ -16,7 +16,7 @@ from treeattn.plan import Plan
 from treeattn.pricing import cost
 from treeattn.probes import MOST_PARTNERS
 
-__all__ = ["SHORTEST", "Sample", "add_steps", "fit"]
+__all__ = ["CLOSE", "SHORTEST", "Sample", "add_steps", "fit"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -31,6 +31,9 @@ ENOUGH_STEPS = 3
 
 TINY = 1e-9
 """Shares of a step by which a fit is not better; and microseconds that are next to nothing."""
+
+CLOSE = 0.02
+"""Share of a step by which a fit may be worse that supposes fewer ranks in each other's way."""
 
 TURNS = 10
 """How often a model is fitted to the chains that are longest by it, at most."""
@@ -153,7 +156,32 @@ def _unexplained(plan: Plan, payload_bytes: int, model: CostModel, us: float) ->
 
 
 def _by_steps(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> CostModel:
-    """Find latency and gap between hosts, and the cost of a call, by which steps are off by the smallest shares.
+    """Find latency, gap and trunk between hosts, and the cost of a call, by which steps are off by the smallest shares.
+
+    An exchange in which all hosts send at once takes longer than a tree over as many messages where they are in each
+    other's way. Rounds by themselves were timed with all at once, so that a rank alone is as much faster. A trunk for
+    fewer than the two ends of a message would be a slower link.
+    """
+    senders, between, fits = len(set(steps[0][0].hosts)), model.between, list[tuple[float, CostModel]]()
+    for crowding in (2**power for power in range(senders.bit_length() - 1)):
+        trunk, rate = senders / crowding if crowding > 1 else None, crowding * between.gb_per_s
+        model = replace(model, between=replace(model.between, gb_per_s=rate, trunk=trunk))
+        model = _by_turns(model, payload_bytes, steps)
+        fits.append((_misfit(model, payload_bytes, steps), model))
+        least = min(off for off, _ in fits)
+        if fits[-1][0] > least or least <= CLOSE:
+            break
+    return next(found for off, found in fits if off <= least + CLOSE)
+
+
+def _misfit(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> float:
+    """Share by which a model is off, as a mean over steps (of squares)."""
+    off = [cost(plan, payload_bytes, model).total_us / us - 1 for plan, us in steps]
+    return float(np.sqrt(np.mean(np.square(off))))
+
+
+def _by_turns(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> CostModel:
+    """Find latency and gap between hosts, and the cost of a call, with the trunk that a model has.
 
     Which chain of a plan's messages is the longest depends on them, so they are found again until they stay the same.
     """

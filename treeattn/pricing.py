@@ -3,15 +3,16 @@
 A rank begins a round when it is through with the last one that it had part in, and is through with it when all that it
 receives there has come: each message as long after its sender has begun as the busier of its two ends needs. An end of
 a link needs, once, the link's latency; for each message that its rank sends or receives an injection gap; for each byte
-the link's rate, both ways side by side; for a message over a protocol's limit a handshake. A rank that receives
-nothing, or begins when all has come, is busy for as long, but for the latency. Then it merges. In shared memory a rank
-publishes once, so that only what it reads counts.
+the link's rate, both ways side by side; for a message over a protocol's limit a handshake. Ranks of a host that share
+its lanes need as long as all their messages do there, where that is longer, and so do ranks that share a trunk between
+hosts. A rank that receives nothing, or begins when all has come, is busy for as long, but for the latency. Then it
+merges. In shared memory a rank publishes once, so that only what it reads counts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple, TypeAlias
@@ -22,11 +23,16 @@ from treeattn.topology import rack_of
 
 __all__ = ["PlanCost", "cost"]
 
-Ends: TypeAlias = "dict[tuple[int, str], _Load]"
-"""By a rank, and the name of a link."""
+End: TypeAlias = "tuple[int, str]"
+"""A rank, and the name of a link."""
 
-Crowds: TypeAlias = "dict[tuple[str, str], _Load]"
-"""By a host, and the name of a link."""
+Ends: TypeAlias = "dict[End, _Load]"
+
+Crowd: TypeAlias = "tuple[str, str]"
+"""A host, or nothing for all together, and the name of a link."""
+
+Sharing: TypeAlias = "Callable[[End], tuple[Crowd, float | None]]"
+"""With whom an end has to share, and how many of them can move at once; None is all."""
 
 Priced: TypeAlias = "tuple[float, Cost]"
 """Microseconds in all, and their terms."""
@@ -188,25 +194,26 @@ class _Pricing:
             return "inside"
         return "rack" if self._racks[source] == self._racks[dest] else "between"
 
-    def _priced(self, loads: Ends, back: Ends) -> dict[tuple[int, str], Priced]:
-        """Price each end of a link, or all of its host's, where ranks have to share lanes and that takes longer."""
+    def _priced(self, loads: Ends, back: Ends) -> dict[End, Priced]:
+        """Price each end of a link, or all with which it has to share that, where they take longer."""
         found = {end: self._moving(end[1], load, back.get(end)) for end, load in loads.items()}
-        crowds, against = self._crowds(loads), self._crowds(back)
-        for (rank, way), alone in found.items():
-            host = self._hosts[rank], way
-            if host in crowds:
-                crowd = self._moving(way, crowds[host], against.get(host))
-                found[rank, way] = alone if alone[0] >= crowd[0] else crowd
+        for sharing in (self._on_host, self._in_trunk):
+            crowds, against = _crowds(loads, sharing), _crowds(back, sharing)
+            prices = {crowd: self._moving(crowd[1], load, against.get(crowd)) for crowd, load in crowds.items()}
+            if prices:
+                found = {
+                    end: max(alone, prices.get(sharing(end)[0], FREE), key=lambda each: each[0])
+                    for end, alone in found.items()
+                }
         return found
 
-    def _crowds(self, loads: Ends) -> Crowds:
-        """Add up the ranks of hosts that have to share lanes."""
-        crowds: Crowds = defaultdict(_Load)
-        for (rank, way), load in loads.items():
-            lanes = self._model.link(way).lanes
-            if lanes is not None:
-                crowds[self._hosts[rank], way].add_share(load, lanes)
-        return crowds
+    def _on_host(self, end: End) -> tuple[Crowd, float | None]:
+        rank, way = end
+        return (self._hosts[rank], way), self._model.link(way).lanes
+
+    def _in_trunk(self, end: End) -> tuple[Crowd, float | None]:
+        _, way = end
+        return ("", way), None if way in ("inside", "window") else self._model.link(way).trunk
 
     def _moving(self, way: str, load: _Load, back: _Load | None) -> Priced:
         """Price a load; the rank has a call for each message of the other way too, whose bytes do not hinder these."""
@@ -223,3 +230,13 @@ class _Pricing:
             )
             self._known[alike] = terms.total, terms
         return self._known[alike]
+
+
+def _crowds(loads: Ends, sharing: Sharing) -> dict[Crowd, _Load]:
+    """Add up what goes through ends that have to share a link."""
+    crowds: dict[Crowd, _Load] = defaultdict(_Load)
+    for end, load in loads.items():
+        crowd, lanes = sharing(end)
+        if lanes is not None:
+            crowds[crowd].add_share(load, lanes)
+    return crowds
