@@ -1,4 +1,4 @@
-"""Memory by address, inside compiled code.
+"""Memory by address, and the clock, inside compiled code.
 
 Kernels take addresses and strides instead of arrays: numba would compile a variant for every mix of layout, dtype
 and read-only flag, and addresses have none of these.
@@ -7,6 +7,7 @@ and read-only flag, and addresses have none of these.
 from __future__ import annotations
 
 import platform
+import time
 from typing import Any
 
 from llvmlite import ir
@@ -23,6 +24,7 @@ __all__ = [
     "fence",
     "itemsize",
     "load_acquire",
+    "nanoseconds",
     "next_task",
     "pause",
     "pointer",
@@ -114,6 +116,19 @@ def _pause(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
+def _nanoseconds(typingctx: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number, integer = ir.IntType(32), ir.IntType(64)
+        both = cgutils.alloca_once(builder, ir.ArrayType(integer, 2))
+        function = ir.FunctionType(number, [number, both.type])
+        clock = cgutils.get_or_insert_function(builder.module, function, "clock_gettime")
+        builder.call(clock, [ir.Constant(number, time.CLOCK_MONOTONIC), both])
+        seconds, rest = (builder.extract_value(builder.load(both), at) for at in (0, 1))
+        return builder.add(builder.mul(seconds, ir.Constant(integer, 10**9)), rest)
+
+    return types.int64(), codegen
+
+
 def _fence(typingctx: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -150,6 +165,9 @@ swap_if: Any = intrinsic(_swap_if)
 
 pause: Any = intrinsic(_pause)
 """``pause()`` rests for a moment, in a loop that waits for another thread."""
+
+nanoseconds: Any = intrinsic(_nanoseconds)
+"""``nanoseconds()`` of the clock that is never set back."""
 
 fence: Any = intrinsic(_fence)
 """``fence()``: what was stored before it is there for others before anything behind it is read."""

@@ -138,3 +138,12 @@ def test_a_sleeper_is_woken_by_what_is_published_and_not_by_what_was():
     thread.join(60)
     assert not thread.is_alive()
     sleep(others, 1, limit.ctypes.data)
+
+
+def test_compiled_code_looks_at_the_clock_where_giving_up_the_core_takes_long():
+    """As beside other programs that compute: it would do so for weeks if it only counted."""
+    from treeattn.kernels import window
+
+    memory, header = np.zeros(256, np.uint8), np.zeros(window.HEADER, np.uint8)
+    others = np.array([memory.ctypes.data + window.BEFORE_STATE], np.int64)
+    assert window.collect_at()(others, header.ctypes.data, 1, 1, 2**40) == window.WAITING

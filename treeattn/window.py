@@ -46,7 +46,7 @@ BEFORE_STATE = 64
 
 SPINS, YIELDS = 20_000, 200
 CROWDED_SPINS, CROWDED_YIELDS = 100, 5_000
-"""Some milliseconds in all, with a core for each rank and without.
+"""Some milliseconds in all, with a core for each rank and without; `treeattn.kernels.window` sees to it.
 
 Even with a core for each, Linux may leave two ranks on one for a long time: whoever spins keeps the other from running.
 So a rank gives up its core after some 15 µs, several times what a step takes where nobody is late.
