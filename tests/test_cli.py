@@ -264,6 +264,14 @@ def test_doctor_shows_what_is_wrong_and_what_to_do(treeattn, monkeypatch):
     assert "docker run --shm-size" in ended.out
 
 
+def test_doctor_is_well_without_shared_memory(treeattn, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_mpi_library", lambda name: doctor.Check(name, "not looked at"))
+    monkeypatch.setattr(doctor, "FOLDER", tmp_path / "shm")
+    ended = treeattn("doctor")
+    assert ended.status == 0
+    assert re.search(rf"warning  no {tmp_path}/shm: ranks of one host use messages", ended.out)
+
+
 def test_doctor_survives_a_check_that_breaks(treeattn, monkeypatch):
     def surprise(name):
         raise ZeroDivisionError("nobody thought of this")

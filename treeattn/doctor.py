@@ -25,6 +25,7 @@ import numpy as np
 import treeattn
 from treeattn.errors import TreeattnError
 from treeattn.launch import find_runtime, home_folder, launched
+from treeattn.window import FOLDER
 from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:
@@ -167,8 +168,10 @@ def _cores(name: str) -> Check:
 def _shared_memory(name: str) -> Check:
     here = launched()
     ranks = here.size if here else 1
-    free = shutil.disk_usage("/dev/shm").free
-    finding = f"{free / 2**20:,.0f} MiB free in /dev/shm"
+    if not FOLDER.is_dir():
+        return Check(name, f"no {FOLDER}: ranks of one host use messages", "warning", f"mount a tmpfs at {FOLDER}")
+    free = shutil.disk_usage(FOLDER).free
+    finding = f"{free / 2**20:,.0f} MiB free in {FOLDER}"
     if free >= SHM_PER_RANK * ranks:
         return Check(name, finding)
     remedy = f"{ranks} ranks may need {SHM_PER_RANK * ranks >> 20} MiB: docker run --shm-size, or remount /dev/shm"
