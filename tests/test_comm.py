@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeattn
-from treeattn import PartialState, TreeComm
+from treeattn import PartialState, TreeComm, mpi_transport
 from treeattn.arrays import narrow_dtype
 from treeattn.broadcasting import broadcast
 from treeattn.errors import CommError, InputError, RankTimeout
@@ -666,6 +666,13 @@ def test_ranks_that_do_not_end_are_reported():
     with pytest.raises(RankTimeout, match=r"still running after 0\.5 s: rank 1$"):
         run_ranks(2, lambda transport: over.wait(60) if transport.rank else None, timeout=0.5)
     over.set()
+
+
+def test_a_deadline_that_no_timer_can_wait_for_is_watched_for():
+    with mpi_transport._watched(1e300, "a call"):
+        (watch,) = (each for each in threading.enumerate() if isinstance(each, threading.Timer))
+        watch.join(0.05)
+        assert watch.is_alive()
 
 
 # ---- real MPI
