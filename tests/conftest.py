@@ -163,14 +163,21 @@ def remove_segments(since: float, folder: Path = Path("/dev/shm")) -> None:
 
 
 def _uses(process: Path) -> str:
-    """Name the files that a process has open, and then those that it maps: it closes a file after it has mapped it."""
-    opened: list[str] = []
+    """Name the files that a process has open, and then those that it maps: it closes a file after it has mapped it.
+
+    One that is dying gives its memory back before it closes its files, and uses nothing any more.
+    """
     with contextlib.suppress(OSError):  # it ended while we looked, or is not ours
-        for each in (process / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                opened.append(os.readlink(each))
-        return "\n".join([*opened, (process / "maps").read_text()])
-    return "\n".join(opened)
+        opened = [*map(_target, (process / "fd").iterdir())]
+        mapped = (process / "maps").read_text()
+        return "\n".join([*opened, mapped]) if mapped else ""
+    return ""
+
+
+def _target(link: Path) -> str:
+    with contextlib.suppress(OSError):  # it was closed while we looked
+        return os.readlink(link)
+    return ""
 
 
 def _job(rc: int, stdout: str, stderr: str) -> Job:
