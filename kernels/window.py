@@ -106,8 +106,8 @@ def publish_at() -> Any:
 def collect_at() -> Any:
     """Compiled: (slots of the others, header address, use, spins, yields) to what is found there.
 
-    ``spins`` is how often to look at a flag before giving up the core, ``yields`` how often to do that at most, within
-    some milliseconds.
+    ``spins`` is how often to look at a flag before giving up the core, ``yields`` how often to do that at most for one
+    flag, within some milliseconds.
     """
     return _collect_headers()
 
@@ -283,18 +283,10 @@ def copy_words(target: int, source: int, size: int) -> None:
 
 @inline
 def collect(slots: Array, header: int, use: int, spins: int, yields: int) -> int:
-    """Look until all have published, as often as is said, and compare their headers with the own one."""
-    until = 0
+    """Look until each has published, as often as is said, and compare their headers with the own one."""
     for slot in slots:
-        looks = 0
-        while load_acquire(slot - BEFORE_STATE) != use:
-            looks += 1
-            if looks == spins:
-                if yields == 0:
-                    return WAITING
-                until = _give_way(until)
-                yields = yields - 1 if until >= 0 else 0
-                looks = 0
+        if not _reached(slot - BEFORE_STATE, use, spins, yields):
+            return WAITING
     return compare(slots, header)
 
 
