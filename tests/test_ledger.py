@@ -29,8 +29,11 @@ def run(ledger: Ledger, step: tuple[str, object], model: list[int]) -> list[int]
         length = int(value * len(model))
         ledger.truncate(length)
         return model[:length]
-    dealt = ledger.append(value) if word == "append" else ledger.prefill(value[: len(ledger.counts)])
-    expected = value if word == "append" else sum(value[: len(ledger.counts)])
+    pieces = word == "prefill" and value[: len(ledger.counts)]
+    deal, expected = (ledger.deal_pieces(pieces), sum(pieces)) if pieces else (ledger.deal(value), value)
+    dealt = deal.parts
+    assert ledger.length == len(model), "it counts once it is taken"
+    ledger.take(deal)
     assert [p for part in dealt for p in range(part.start, part.stop)] == list(range(len(model), len(model) + expected))
     return model + [part.owner for part in dealt for _ in range(len(part))]
 
@@ -51,7 +54,7 @@ def test_every_position_has_the_owner_it_was_dealt_to(size, block_size, steps):
 def test_appended_tokens_are_shared_out_to_within_one_block(size, block_size, appends):
     ledger = Ledger(size, block_size)
     for tokens in appends:
-        ledger.append(tokens)
+        ledger.take(ledger.deal(tokens))
         assert max(ledger.counts) - min(ledger.counts) <= block_size
 
 
@@ -60,8 +63,8 @@ def test_appended_tokens_are_shared_out_to_within_one_block(size, block_size, ap
 def test_how_appends_are_cut_does_not_matter(size, block_size, appends):
     cut, whole = Ledger(size, block_size), Ledger(size, block_size)
     for tokens in appends:
-        cut.append(tokens)
-    whole.append(sum(appends))
+        cut.take(cut.deal(tokens))
+    whole.take(whole.deal(sum(appends)))
     assert owners(cut) == owners(whole)
 
 
@@ -70,8 +73,8 @@ def test_how_appends_are_cut_does_not_matter(size, block_size, appends):
 def test_new_tokens_go_to_the_emptiest_ranks_after_a_lopsided_prefill(size, block_size, heavy):
     ledger = Ledger(size, block_size)
     heavy %= size
-    ledger.prefill([1000 if rank == heavy else 0 for rank in range(size)])
-    ledger.append(block_size * size)
+    ledger.take(ledger.deal_pieces([1000 if rank == heavy else 0 for rank in range(size)]))
+    ledger.take(ledger.deal(block_size * size))
     assert ledger.counts[heavy] == 1000
 
 
@@ -80,11 +83,11 @@ def test_new_tokens_go_to_the_emptiest_ranks_after_a_lopsided_prefill(size, bloc
 def test_what_follows_a_truncation_does_not_depend_on_what_it_removed(size, block_size, kept, removed, new):
     ahead, behind = Ledger(size, block_size), Ledger(size, block_size)
     for ledger in (ahead, behind):
-        ledger.append(kept)
-    ahead.append(removed)
+        ledger.take(ledger.deal(kept))
+    ahead.take(ahead.deal(removed))
     for ledger in (ahead, behind):
         ledger.truncate(kept)
-        ledger.append(new)
+        ledger.take(ledger.deal(new))
     assert owners(ahead) == owners(behind)
 
 
@@ -92,7 +95,7 @@ def test_what_follows_a_truncation_does_not_depend_on_what_it_removed(size, bloc
 @settings(deadline=None)
 def test_a_cut_block_takes_no_more_tokens_so_speculation_spreads_too(block_size):
     ledger = Ledger(2, block_size + 1)
-    ledger.append(block_size + 1)
+    ledger.take(ledger.deal(block_size + 1))
     ledger.truncate(block_size)
-    ledger.append(1)
+    ledger.take(ledger.deal(1))
     assert ledger.counts == (block_size, 1)

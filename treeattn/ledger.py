@@ -113,8 +113,10 @@ class Ledger:
     Examples
     --------
     >>> ledger = Ledger(size=2, block_size=4)
-    >>> [(part.start, part.stop, part.owner) for part in ledger.append(10)]
+    >>> deal = ledger.deal(10)
+    >>> [(part.start, part.stop, part.owner) for part in deal.parts]
     [(0, 4, 0), (4, 8, 1), (8, 10, 0)]
+    >>> ledger.take(deal)
     >>> ledger.counts
     (6, 4)
     """
@@ -156,20 +158,11 @@ class Ledger:
                 deal.add(owner, length)
         return deal
 
-    def take(self, deal: Deal) -> list[Segment]:
-        """Let what was dealt last count from here on; give its parts."""
+    def take(self, deal: Deal) -> None:
+        """Let what was dealt last count from here on."""
         blocks = self._now.blocks
         self._blocks[blocks:] = deal.closed
         self._now = _Now(blocks + len(deal.closed), deal.last, tuple(deal.counts))
-        return deal.parts
-
-    def append(self, tokens: int) -> list[Segment]:
-        """Deal ``tokens`` new positions; give the new parts, in order of position."""
-        return self.take(self.deal(tokens))
-
-    def prefill(self, lengths: Sequence[int]) -> list[Segment]:
-        """Record consecutive pieces of new positions, ``lengths[rank]`` at each rank, in rank order."""
-        return self.take(self.deal_pieces(lengths))
 
     def truncate(self, length: int) -> None:
         """Forget every position from ``length`` on; the block that is then the last takes no more tokens.
