@@ -13,7 +13,14 @@ import click
 from treeattn.arrays import FLOAT_DTYPES
 from treeattn.cli.bench_ranks import Contest, on_mpi, on_threads, report_to
 from treeattn.cli.bench_report import environment, show
-from treeattn.cli.options import ALGORITHM_NAMES, backend_option, json_option, plan_option, read_output_file
+from treeattn.cli.options import (
+    ALGORITHM_NAMES,
+    backend_option,
+    file_option,
+    json_option,
+    plan_option,
+    read_output_file,
+)
 from treeattn.cli.workload import Workload
 from treeattn.launch import launched
 
@@ -107,20 +114,8 @@ def _list_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Timed steps per row.")
 @click.option("--warmup", type=click.IntRange(1), default=2, show_default=True, help="Steps before those.")
-@click.option(
-    "--csv",
-    "csv_file",
-    type=click.Path(dir_okay=False, writable=True),
-    callback=read_output_file,
-    help="Write the rows here.",
-)
-@click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(dir_okay=False, writable=True),
-    callback=_plot_file,
-    help="Draw time by ranks, time by context and peak memory here.",
-)
+@file_option("--csv", "csv_file", "Write the rows here.")
+@file_option("--plot", "plot_file", "Draw time by ranks, time by context and peak memory here.", check=_plot_file)
 @click.option("--rows", "rows_file", type=click.Path(dir_okay=False), hidden=True)
 @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
 @json_option

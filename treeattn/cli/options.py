@@ -24,6 +24,7 @@ from treeattn.topology import check_hosts
 __all__ = [
     "ALGORITHM_NAMES",
     "backend_option",
+    "file_option",
     "json_option",
     "on_ranks",
     "plan_option",
@@ -157,9 +158,16 @@ def plan_options(command: Command) -> Command:
 
 def json_option(command: Command) -> Command:
     """Add --json: where to write what the table says, for programs."""
-    writable = click.Path(dir_okay=False, writable=True, allow_dash=True)
-    text = "Write the results here as JSON; - is stdout."
-    return click.option("--json", "json_file", type=writable, callback=read_output_file, help=text)(command)
+    return file_option("--json", "json_file", "Write the results here as JSON; - is stdout.", dash=True)(command)
+
+
+def file_option(
+    name: str, target: str, text: str, *, check: Callable[..., str | None] = read_output_file, dash: bool = False
+) -> Callable[[Command], Command]:
+    """Add an option for a file to write; ``-`` is standard output where ``dash`` says so."""
+    return click.option(
+        name, target, type=click.Path(dir_okay=False, writable=True, allow_dash=dash), callback=check, help=text
+    )
 
 
 def on_ranks(

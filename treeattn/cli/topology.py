@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.cli.options import json_option, on_ranks, plan_options, read_output_file, suggest
+from treeattn.cli.options import file_option, json_option, on_ranks, plan_options, suggest
 from treeattn.cli.output import console, counts, drawable, print_rows, write_json, writing
 from treeattn.costs import PRESETS, CostModel, read_model
 from treeattn.errors import InputError
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from treeattn.plan import Plan
 
 __all__ = ["topology"]
-
-FILE = click.Path(dir_okay=False, writable=True)
 
 EXAMPLES = """\b
 Examples:
@@ -65,12 +63,7 @@ def _check(*, plan: str, model: str, **options: Any) -> None:
     shell_complete=suggest(PRESETS, files=True),
 )
 @click.option("--calibrate", is_flag=True, help="Measure a cost model on these ranks, and plans beside its forecasts.")
-@click.option(
-    "--save",
-    type=FILE,
-    callback=read_output_file,
-    help="Write the plan, or what --calibrate has measured, for --plan and --model.",
-)
+@file_option("--save", "save", "Write the plan, or what --calibrate has measured, for --plan and --model.")
 @plan_options
 @json_option
 @on_ranks(check=_check)
