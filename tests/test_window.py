@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -211,7 +215,8 @@ def test_a_step_allocates_nothing_that_grows_and_no_array(mpirun, hosts):
 
 
 def mapped():
-    return Path("/proc/self/maps").read_text().count("treeattn-")
+    """Files of /dev/shm that are mapped: those without a name are called by a number."""
+    return len(re.findall("/dev/shm/(?:#|treeattn-)", Path("/proc/self/maps").read_text()))
 
 
 def files():
@@ -220,16 +225,59 @@ def files():
 
 
 def test_nothing_is_left():
+    kept = []
+
     def body(transport):
         for _ in range(40):
             with TreeComm(transport) as comm:
                 comm.allreduce(state_of(comm.rank))
+                kept.append(mapped())
 
     gc.collect()
     before = mapped(), len(os.listdir("/proc/self/fd")), files()
     run_ranks(2, body)
+    assert min(kept) > before[0]
     gc.collect()
     assert (mapped(), len(os.listdir("/proc/self/fd")), files()) == before
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from treeattn import TreeComm, window
+from treeattn.testing import run_ranks
+
+window.FOLDER = Path(sys.argv[1])
+window._map = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+run_ranks(2, TreeComm)
+"""
+
+
+def test_nothing_is_left_by_ranks_that_are_killed_before_they_share_it(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_share_memory_that_can_not_reach_each_other_by_proc(monkeypatch):
+    made, asked = window._file, []
+
+    @contextlib.contextmanager
+    def in_containers(token, size, named):
+        with made(token, size, named) as path:
+            asked.append(path if named else "/proc/0/fd/3")
+            yield asked[-1]
+
+    monkeypatch.setattr(window, "_file", in_containers)
+
+    def body(transport):
+        with TreeComm(transport) as comm:
+            return comm.plan.radices.inside, bits(comm.allreduce(state_of(comm.rank)))
+
+    before = files()
+    assert run_ranks(2, body) == [("shared", bits(over_the_wire([state_of(0), state_of(1)])))] * 2
+    assert len(asked) == 2
+    assert files() == before
 
 
 ROOM = 64 + 2 * 2 * (64 + 2**16) + 2 * (128 + 2**16)
@@ -248,10 +296,23 @@ def no_room(monkeypatch):
 def another_machine(monkeypatch):
     made = window._file
 
-    def elsewhere(token, size):
-        return made(bytes(len(token)), size)
+    def elsewhere(token, size, named):
+        return made(bytes(len(token)), size, named)
 
     monkeypatch.setattr(window, "_file", elsewhere)
+    return "ranks 0 and 0 of host h do not share /dev/shm: it is another file"
+
+
+def another_process(monkeypatch):
+    """The number is that of a process that has a pipe there, from which nothing will ever come."""
+
+    @contextlib.contextmanager
+    def pipe(*_):
+        read, write = os.pipe()
+        with open(read), open(write, "w"):
+            yield f"/proc/self/fd/{read}"
+
+    monkeypatch.setattr(window, "_file", pipe)
     return "ranks 0 and 0 of host h do not share /dev/shm: it is another file"
 
 
@@ -260,7 +321,7 @@ def no_folder(monkeypatch):
     return f"no room for {ROOM} bytes in /nowhere of host h: No such file or directory"
 
 
-@pytest.mark.parametrize("failure", [no_room, another_machine, no_folder])
+@pytest.mark.parametrize("failure", [no_room, another_machine, another_process, no_folder])
 def test_where_memory_is_not_shared_messages_are_used_and_one_rank_says_so(monkeypatch, failure):
     before, text, hosts = files(), failure(monkeypatch), ["h", "h", "i"]
 

@@ -1,8 +1,10 @@
 """Memory that the ranks of one host share, in which they swap states without messages.
 
-It is a file in /dev/shm that each rank of the host maps and that loses its name at once, so that nothing is left of
-it when the ranks end, however they end. It is not an MPI window: its room is reserved when it is made, so that a
-small /dev/shm is an answer and not a bus error later; making it can't hang; and MPI need not be asked before its end.
+It is a file in /dev/shm without a name, which the ranks of the host reach through /proc while the first of them has it
+open, so that nothing is left of it when they end, however they end. Only where /proc does not show them each other, as
+in containers of their own, the file has a name until all have mapped it. It is not an MPI window: its room is reserved
+when it is made, so that a small /dev/shm is an answer and not a bus error later; making it can't hang; and MPI need not
+be asked before its end.
 Whether ranks share memory is not believed but tried: each reads there what the first has written.
 """
 
@@ -12,8 +14,9 @@ import contextlib
 import mmap
 import os
 import secrets
+import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -170,28 +173,39 @@ def open_window(
     (members,) = (group for group in group_ranks(hosts) if rank in group)
     if len(set(hosts)) == len(hosts):
         return None
+    for named in (False, True):
+        memory, found, problems = _map_together(hosts, rank, members, _size(len(members), room), named, share)
+        if not problems:
+            cores = reduce(or_, (int(found[each]["cores"], 16) for each in members)).bit_count()
+            return Window(memory or mmap.mmap(-1, _size(1, room)), members, cores, room)
+        if any(each["path"] is None for each in found):  # no room, with a name or without
+            break
+    warn_once(f"{problems[0]}; ranks of one host will use messages{larger_than}", rank, share)
+    return None
+
+
+def _map_together(
+    hosts: Sequence[str], rank: int, members: Sequence[int], size: int, named: bool, share: Share
+) -> tuple[mmap.mmap | None, list[dict[str, Any]], list[str]]:
+    """Map a new file with the other ranks of this host; give it, what every rank has told, and all ranks' problems."""
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    path: str | None = ""
+    memory = problem = None
     with contextlib.ExitStack() as made:
-        token, size = secrets.token_bytes(_TOKEN_BYTES), _size(len(members), room)
-        path, problem = "", None
         try:
             if members[0] == rank and len(members) > 1:
-                path = made.enter_context(_file(token, size))
+                path = made.enter_context(_file(token, size, named))
         except OSError as error:
-            problem = f"no room for {size} bytes in {FOLDER} of host {hosts[rank]}: {error.strerror}"
+            path, problem = None, f"no room for {size} bytes in {FOLDER} of host {hosts[rank]}: {error.strerror}"
         found = share({"path": path, "token": token.hex(), "cores": _cores()})
         told = found[members[0]]
-        memory = None
         try:
-            if len(members) > 1 and problem is None:
-                memory = _map(told["path"], bytes.fromhex(told["token"]), size)
+            if len(members) > 1 and told["path"] is not None:
+                memory = _map(told["path"], bytes.fromhex(told["token"]), size, named)
         except OSError as error:
             problem = f"ranks {members[0]} and {rank} of host {hosts[rank]} do not share {FOLDER}: {error.strerror}"
         problems = [each["problem"] for each in share({"problem": problem}) if each["problem"]]
-    if problems:
-        warn_once(f"{problems[0]}; ranks of one host will use messages{larger_than}", rank, share)
-        return None
-    cores = reduce(or_, (int(found[each]["cores"], 16) for each in members)).bit_count()
-    return Window(memory or mmap.mmap(-1, _size(1, room)), members, cores, room)
+    return memory, found, problems
 
 
 def _size(members: int, room: int) -> int:
@@ -214,20 +228,23 @@ def _cores() -> str:
 
 
 @contextlib.contextmanager
-def _file(token: bytes, size: int) -> Any:
-    """Make a file whose room is reserved and that begins with ``token``; it loses its name in the end."""
-    handle, path = tempfile.mkstemp(prefix=f"treeattn-{os.getpid()}-", dir=FOLDER)
-    try:
-        with open(handle, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            file.write(token)
-        yield path
-    finally:
-        os.unlink(path)
+def _file(token: bytes, size: int, named: bool) -> Iterator[str]:
+    """Make a file whose room is reserved and that begins with ``token``; give the path to it for as long as that."""
+    prefix = f"treeattn-{os.getpid()}-"
+    make = tempfile.NamedTemporaryFile if named else tempfile.TemporaryFile
+    with make("w+b", prefix=prefix, dir=FOLDER) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        file.write(token)
+        file.flush()
+        yield file.name if named else f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
-def _map(path: str, token: bytes, size: int) -> mmap.mmap:
-    with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b") as file:
-        if os.fstat(file.fileno()).st_size != size or file.read(_TOKEN_BYTES) != token:
+def _map(path: str, token: bytes, size: int, named: bool) -> mmap.mmap:
+    """Map a file, which may be another one on this host: what can't be it is not opened, nor what a name leads to."""
+    found = os.stat(path, follow_symlinks=not named)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+        raise OSError(0, "it is another file")
+    with open(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW * named), "r+b") as file:
+        if file.read(_TOKEN_BYTES) != token:
             raise OSError(0, "it is another file")
         return mmap.mmap(file.fileno(), size)
