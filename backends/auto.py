@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from treeattn.arguments.inputs import Args, Spec
 from treeattn.backends.base import Attend, Backend, Prepared
-from treeattn.inputs import Args, Spec
 
 __all__ = ["AutoBackend"]
 

@@ -6,13 +6,13 @@ A backend says which kernels run for a call, and how the states they make are me
 2. Write `reasons`: every reason why it can't run here, or can't run this call, each one sentence with the remedy
    where it is known. An empty list means that it can. Never a bare boolean: the reasons are what a user reads. Refuse
    a ``spec.on_device`` that is not yours: its arrays are in memory that the CPU must not touch.
-3. Write `prepare`: choose kernels for a `treeattn.inputs.Spec` (shapes, dtypes, strides, options; hashable, so results
-   may be cached by it) and return a function of the call's `treeattn.inputs.Args`, whose docstrings say what is set
-   when. It is called once per decode step with arrays that match the spec; only the number of keys may differ from step
-   to step. It may assume that everything was validated: axes are (batch, heads, tokens, width) whatever the layout,
-   arrays may be read-only, have any strides and no keys at all. It must not use a key or value that is hidden, whatever
-   it holds. What the options mean and in which order they apply, `treeattn.attention` says; ``kernels/reference.py``
-   does it in a hundred plain lines.
+3. Write `prepare`: choose kernels for a `treeattn.arguments.inputs.Spec` (shapes, dtypes, strides, options; hashable,
+   so results may be cached by it) and return a function of the call's `treeattn.arguments.inputs.Args`, whose
+   docstrings say what is set when. It is called once per decode step with arrays that match the spec; only the number
+   of keys may differ from step to step. It may assume that everything was validated: axes are (batch, heads, tokens,
+   width) whatever the layout, arrays may be read-only, have any strides and no keys at all. It must not use a key or
+   value that is hidden, whatever it holds. What the options mean and in which order they apply, `treeattn.attention`
+   says; ``kernels/reference.py`` does it in a hundred plain lines.
 4. Set ``ops`` to an object with the methods of `treeattn.backends.StateOps`, which says how a packed state is laid out;
    `treeattn.backends.HostOps` has them for states that are NumPy arrays. They merge and finish packed states, and
    take them to the wire and back (``prepare_pack``, ``prepare_unpack``): there a state is relative to a whole power of
@@ -27,8 +27,8 @@ A backend says which kernels run for a call, and how the states they make are me
    when a function is called, and a result is ready for whoever uses it on that stream; say ``queues = True`` then.
    Nothing waits for a device but ``to_host`` and ``from_host``, one of which the communicator calls before MPI sees any
    memory: they wait for that one stream, by event. ``ops.direct`` is "", or names device memory that a GPU-aware MPI
-   may be given as it is, with the methods of `treeattn.direct.DirectOps`; those of `treeattn.cards.Card` let cards be
-   joined by NCCL, and those of `treeattn.peer_memory.PeerCard` let them read each other's memory.
+   may be given as it is, with the methods of `treeattn.execution.direct.DirectOps`; those of `treeattn.gpu.cards.Card`
+   let cards be joined by NCCL, and those of `treeattn.gpu.peer_memory.PeerCard` let them read each other's memory.
 7. Override `prepare_attention` where one call is faster at both computing and finishing, with the same bits, and
    `energy` where arrays live on a device; host arrays are served by the default.
 8. Set ``memory`` to an object with the methods of `treeattn.backends.KVMemory` where your kernels read keys and
@@ -62,7 +62,7 @@ from treeattn.backends.memory import HostMemory, KVMemory
 from treeattn.state_ops import StateOps
 
 if TYPE_CHECKING:
-    from treeattn.inputs import Args, Spec
+    from treeattn.arguments.inputs import Args, Spec
 
 __all__ = ["Attend", "Backend", "Capabilities", "Prepared", "StateOps"]
 

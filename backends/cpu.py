@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from treeattn.arguments.inputs import Spec
 from treeattn.backends.base import Attend, Backend, Prepared
 from treeattn.backends.host import HostOps, host_reasons
-from treeattn.inputs import Spec
 
 __all__ = ["CpuBackend"]
 

@@ -26,7 +26,7 @@ def new_group() -> bytes:
 
 
 class NcclGroup:
-    """What `treeattn.cards.Group` describes, on the current card; made by all ranks at once.
+    """What `treeattn.gpu.cards.Group` describes, on the current card; made by all ranks at once.
 
     Parameters
     ----------

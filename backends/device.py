@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from treeattn.arguments.devices import broadcast, on_device
+from treeattn.arguments.inputs import Args, Spec
+from treeattn.arguments.positions import Consecutive
 from treeattn.backends.base import Backend, Capabilities, Prepared
 from treeattn.backends.device_memory import DeviceMemory
 from treeattn.backends.device_ops import DeviceOps
 from treeattn.backends.runtime import Kernel, Runtime
-from treeattn.devices import broadcast, on_device
 from treeattn.errors import BackendError, InputError
-from treeattn.inputs import Args, Spec
 from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.call import address, is_wide, pack_call
 from treeattn.kernels.gpu.splits import split_count
 from treeattn.kernels.gpu.table import Specialisation, choose
-from treeattn.positions import Consecutive
 
 __all__ = ["DeviceBackend"]
 

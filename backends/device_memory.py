@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.arguments.devices import DeviceView, Kind, give, on_device
 from treeattn.backends.runtime import Kernel, Runtime
-from treeattn.devices import DeviceView, Kind, give, on_device
 from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.call import pack_store
 from treeattn.storage import whole_lines

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.arguments.devices import DeviceBytes, on_device
 from treeattn.backends.host import StagedOps
 from treeattn.backends.runtime import Kernel, Runtime
-from treeattn.devices import DeviceBytes, on_device
 from treeattn.errors import BackendError
 from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.call import address, pack_finish, pack_merge

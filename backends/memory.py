@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn import storage
-from treeattn.arrays import cast
-from treeattn.devices import Kind, on_device
+from treeattn.arguments.arrays import cast
+from treeattn.arguments.devices import Kind, on_device
 from treeattn.errors import InputError
 
 __all__ = ["HostMemory", "KVMemory"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from treeattn.arguments.inputs import Args, Spec
 from treeattn.backends.base import Backend, Prepared
 from treeattn.backends.host import HostOps, host_reasons
-from treeattn.inputs import Args, Spec
 from treeattn.kernels import reference
 
 __all__ = ["ReferenceBackend"]

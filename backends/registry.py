@@ -8,12 +8,12 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
+from treeattn.arguments.devices import on_device
 from treeattn.backends.base import Backend
-from treeattn.devices import on_device
 from treeattn.errors import BackendError, InputError
 
 if TYPE_CHECKING:
-    from treeattn.inputs import Spec
+    from treeattn.arguments.inputs import Spec
 
 __all__ = ["available", "find", "following", "home_of", "names", "notes"]
 

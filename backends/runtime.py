@@ -70,7 +70,7 @@ class Runtime(Protocol):
         """Make the name of a group."""
 
     def join(self, group: bytes, size: int, rank: int) -> Any:
-        """Join the other ranks' cards, when all have come; gives what `treeattn.cards.Group` describes."""
+        """Join the other ranks' cards, when all have come; gives what `treeattn.gpu.cards.Group` describes."""
 
     def export(self, size: int) -> tuple[Any, bytes]:
         """Allocate bytes that other processes' cards can map; give them, and the name under which they do."""

@@ -27,8 +27,8 @@ import numpy as np
 import treeattn
 from treeattn.cli.output import console, print_rows
 from treeattn.errors import InputError
-from treeattn.plan import Plan
-from treeattn.transport import Transport
+from treeattn.planning.plan import Plan
+from treeattn.transports.base import Transport
 from treeattn.wrapping import team_of
 
 CALLS = {

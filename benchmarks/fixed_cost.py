@@ -19,8 +19,8 @@ from kernel_samples import add
 from rich.console import Console
 from rich.table import Table
 
+from treeattn.arguments.inputs import Options, resolve
 from treeattn.backends.registry import find
-from treeattn.inputs import Options, resolve
 from treeattn.kernels import threads
 
 HEADS, WIDTH = 8, 128

@@ -20,8 +20,8 @@ import numpy as np
 from gpu_timing import COLD_BYTES, best_read, microseconds, normal, report
 
 import treeattn
+from treeattn.arguments.devices import fetch
 from treeattn.backends import registry
-from treeattn.devices import fetch
 from treeattn.graphs import capture
 from treeattn.testing.oracle import dense
 

@@ -20,7 +20,7 @@ from gpu import GROUP, KV_HEADS, WIDTH, error_of, rows, the_backend
 from gpu_timing import microseconds, normal, report
 
 import treeattn
-from treeattn.devices import fetch
+from treeattn.arguments.devices import fetch
 
 KEYS = (4096, 131072)
 STEPS = 50

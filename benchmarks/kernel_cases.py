@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn import storage
-from treeattn.arrays import narrow_dtype
+from treeattn.arguments.arrays import narrow_dtype
 
 __all__ = ["GROUPS", "Case", "make_queries", "make_sets", "options_of", "select", "words_of"]
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from kernel_cases import Case, options_of
 
 import treeattn
+from treeattn.arguments.inputs import Args, Options, Spec, resolve
 from treeattn.backends.registry import find
-from treeattn.inputs import Args, Options, Spec, resolve
 
 __all__ = ["PEERS", "Form", "UnsupportedError", "extra_bytes"]
 

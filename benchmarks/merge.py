@@ -46,7 +46,7 @@ import treeattn
 from treeattn.kernels.combine import prepare_merge
 from treeattn.kernels.window import Own
 from treeattn.launch import install_abort_hook
-from treeattn.swap import Swap
+from treeattn.steps.swap import Swap
 from treeattn.wrapping import team_of
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -25,9 +25,9 @@ import numpy as np
 import treeattn
 from treeattn.cli.contender import contender
 from treeattn.cli.workload import Workload
+from treeattn.costs.published import measured_step
 from treeattn.launch import install_abort_hook
-from treeattn.published import measured_step
-from treeattn.wire import Wire
+from treeattn.steps.wire import Wire
 from treeattn.wrapping import team_of
 
 ALGORITHMS = ("tree", "ring_query", "allreduce3", "ring", "dist_flash")

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 import treeattn
+from treeattn.arguments.inputs import Options
 from treeattn.backends.registry import Backend, find
-from treeattn.inputs import Options
 from treeattn.launch import install_abort_hook
-from treeattn.mpi_transport import MpiTransport
+from treeattn.transports.mpi_transport import MpiTransport
 from treeattn.wrapping import team_of
 
 

@@ -20,9 +20,9 @@ import numpy as np
 
 import treeattn
 from treeattn.baselines import paper
-from treeattn.catalog import DEVICES, LINKS, MODELS
 from treeattn.cli.plots import import_pyplot
-from treeattn.forecast import Cluster, Demand, forecast
+from treeattn.costs.catalog import DEVICES, LINKS, MODELS
+from treeattn.costs.forecast import Cluster, Demand, forecast
 from treeattn.testing import run_ranks
 
 RANKS = (8, 16, 32, 64, 128)

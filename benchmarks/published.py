@@ -9,7 +9,7 @@ ratio of both.
 
 from __future__ import annotations
 
-from treeattn.published import CHOSEN, PAPER, Assumptions, error, fitted, paper_seconds
+from treeattn.costs.published import CHOSEN, PAPER, Assumptions, error, fitted, paper_seconds
 
 
 def show(title: str, assumed: dict[str, Assumptions], seen: set[str]) -> None:

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import narrow_dtype
-from treeattn.inputs import Args, Spec
+from treeattn.arguments.arrays import narrow_dtype
+from treeattn.arguments.inputs import Args, Spec
 from treeattn.kernels import combine, streaming
 from treeattn.kernels.array_objects import check_objects
 from treeattn.kernels.call import CALL, STORAGES

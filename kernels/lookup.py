@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from treeattn.arrays import narrow_dtype
+from treeattn.arguments.arrays import narrow_dtype
 from treeattn.kernels.vectors import Vectors
 
 __all__ = ["LOOKED_UP", "STEP", "as_pairs"]

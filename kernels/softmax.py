@@ -32,7 +32,7 @@ A hidden key's weight is -inf, a mark that no weight can have; the task's ``mark
 LEAST_PRODUCT, MOST_PRODUCT = 1e-36, 1e36
 """Between which two scales are one: a product that float32 can't hold says nothing of the logits, which it may.
 
-What a user's own factor may be is another bound, in ``treeattn/factors.py``.
+What a user's own factor may be is another bound, in ``treeattn/arguments/factors.py``.
 """
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 import treeattn
+from treeattn.arguments.inputs import Args, Spec
 from treeattn.backends import Backend, HostOps, Prepared
 from treeattn.errors import BackendError
-from treeattn.inputs import Args, Spec
 
 
 class NumpyBackend(Backend):

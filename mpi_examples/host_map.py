@@ -17,7 +17,7 @@ import numpy as np
 
 import treeattn
 from treeattn.launch import install_abort_hook, launched
-from treeattn.plan import Stats
+from treeattn.planning.plan import Stats
 
 Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
 

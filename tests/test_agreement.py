@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeattn
-from treeattn.agreement import DIFFER, Attempt, Description, Header, Signature, conclude
 from treeattn.errors import CommError, InputError, MissingDependencyError
-from treeattn.plan import HEADER_BYTES
+from treeattn.execution.agreement import DIFFER, Attempt, Description, Header, Signature, conclude
+from treeattn.planning.plan import HEADER_BYTES
 from treeattn.testing import FakeBackend, run_ranks
 from treeattn.wrapping import team_of
 
@@ -193,7 +193,8 @@ def test_ranks_out_of_step_are_an_error():
 
 
 def test_a_signature_has_the_same_digest_in_every_process():
-    script = "from treeattn.agreement import Signature as S; print(S('x', 1, (('a', 2.5),), (1, 2, 3, 4), 'f').digest)"
+    digest = "Signature('x', 1, (('a', 2.5),), (1, 2, 3, 4), 'f').digest"
+    script = f"from treeattn.execution.agreement import Signature; print({digest})"
     found = {
         subprocess.run(
             [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},

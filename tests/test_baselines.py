@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import errors
+from treeattn.arguments.inputs import Options
 from treeattn.baselines import BASELINES, Ulysses, _ring, paper
 from treeattn.baselines._call import Call
 from treeattn.baselines._schedule import Schedule
-from treeattn.inputs import Options
+from treeattn.steps.wire import Wire
 from treeattn.testing import FakeBackend, run_ranks
 from treeattn.testing.oracle import assert_attention
-from treeattn.wire import Wire
 
 ALL = {**BASELINES, "ulysses_gqa": Ulysses(replicate_kv=True)}
 SIZES = [1, 2, 3, 5, 8]

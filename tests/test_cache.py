@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import errors
-from treeattn.shard import Shard
+from treeattn.caching.shard import Shard
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
 

@@ -10,21 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeattn import PartialState, TreeComm, calibration
-from treeattn.calibration import Calibration
-from treeattn.catalog import Link
-from treeattn.choosing import candidates, choose_radices
-from treeattn.costs import DEFAULT_MODEL, CostModel
-from treeattn.emulation import DelayedTransport, Delays
-from treeattn.fitting import CLOSE, Sample, add_steps, fit
-from treeattn.plan import HEADER_BYTES
-from treeattn.planner import plan_allreduce
-from treeattn.pricing import cost
-from treeattn.probes import probes_for
-from treeattn.radices import Radices
-from treeattn.saved import check_plan
-from treeattn.shortcut import Shortcut
+from treeattn import PartialState, TreeComm
+from treeattn.calibration import timing as calibration
+from treeattn.calibration.fitting import CLOSE, Sample, add_steps, fit
+from treeattn.calibration.probes import probes_for
+from treeattn.calibration.timing import Calibration
+from treeattn.costs.catalog import Link
+from treeattn.costs.choosing import candidates, choose_radices
+from treeattn.costs.model import DEFAULT_MODEL, CostModel
+from treeattn.costs.pricing import cost
+from treeattn.planning.plan import HEADER_BYTES
+from treeattn.planning.planner import plan_allreduce
+from treeattn.planning.radices import Radices
+from treeattn.planning.saved import check_plan
+from treeattn.steps.shortcut import Shortcut
 from treeattn.testing import run_ranks
+from treeattn.transports.emulation import DelayedTransport, Delays
 
 RECORD = 16672
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from treeattn.catalog import DEVICES, LINKS, MODELS
+from treeattn.costs.catalog import DEVICES, LINKS, MODELS
 
 # Hidden width, width of the MLP, vocabulary, whether the two embeddings are one, whether q, k, v have a bias, whether
 # heads of q and k are normed: from the same file as the shapes in the catalog.

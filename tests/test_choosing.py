@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeattn.catalog import Link
-from treeattn.choosing import candidates, choose_radices, estimate
-from treeattn.costs import DEFAULT_MODEL, PRESETS, CostModel
-from treeattn.planner import plan_allreduce
-from treeattn.pricing import cost
-from treeattn.radices import Radices
+from treeattn.costs.catalog import Link
+from treeattn.costs.choosing import candidates, choose_radices, estimate
+from treeattn.costs.model import DEFAULT_MODEL, PRESETS, CostModel
+from treeattn.costs.pricing import cost
+from treeattn.planning.planner import plan_allreduce
+from treeattn.planning.radices import Radices
 
 STATE = 16640
 SOME = settings(deadline=None, max_examples=80)

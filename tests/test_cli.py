@@ -14,14 +14,14 @@ import pytest
 from click.shell_completion import BashComplete
 
 from treeattn import cli, doctor
-from treeattn.catalog import Link
 from treeattn.cli.contender import ALGORITHMS
 from treeattn.cli.options import ALGORITHM_NAMES
 from treeattn.cli.output import under_way
 from treeattn.cli.workload import Workload
-from treeattn.costs import CostModel
-from treeattn.plan import Stats
-from treeattn.planner import plan_allreduce
+from treeattn.costs.catalog import Link
+from treeattn.costs.model import CostModel
+from treeattn.planning.plan import Stats
+from treeattn.planning.planner import plan_allreduce
 
 SMALL = ("--tokens", "100", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "8", "--repeats", "2", "--warmup", "0")
 

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeattn
-from treeattn import TreeComm, mpi_operator
-from treeattn.collective import CollectiveExchange
+from treeattn import TreeComm
 from treeattn.errors import BackendError, InputError
-from treeattn.plan import HEADER_BYTES
+from treeattn.execution.collective import CollectiveExchange
+from treeattn.planning.plan import HEADER_BYTES
 from treeattn.testing import run_ranks
+from treeattn.transports import mpi_operator
 from treeattn.wire_form import WireForm, merger, operator
 
 

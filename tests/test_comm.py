@@ -19,17 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeattn
-from treeattn import PartialState, TreeComm, mpi_transport
-from treeattn.arrays import narrow_dtype
-from treeattn.broadcasting import broadcast
+from treeattn import PartialState, TreeComm
+from treeattn.arguments.arrays import narrow_dtype
 from treeattn.errors import CommError, InputError, RankTimeout
+from treeattn.execution.broadcasting import broadcast
 from treeattn.launch import mpirun_command
-from treeattn.plan import HEADER_BYTES, Radices, Stats
-from treeattn.planner import plan_allreduce
+from treeattn.planning.plan import HEADER_BYTES, Radices, Stats
+from treeattn.planning.planner import plan_allreduce
 from treeattn.testing import FakeBackend, over_the_wire, run_ranks
 from treeattn.testing.oracle import assert_close, dense, tolerance
 from treeattn.testing.ranks import ThreadTransport
-from treeattn.transport import Silence
+from treeattn.transports import mpi_transport
+from treeattn.transports.base import Silence
 from treeattn.wrapping import as_tree_comm, team_of
 
 RADIX = st.sampled_from([None, 2, 3])
@@ -166,7 +167,7 @@ def vars_of(stats):
 def test_long_states_go_in_parts(plan, arrival, monkeypatch):
     states = states_of(5)
     whole = allreduced(states, list("aabbc"), plan=plan)
-    monkeypatch.setattr("treeattn.rounds.LARGEST_MESSAGE", 50)
+    monkeypatch.setattr("treeattn.execution.rounds.LARGEST_MESSAGE", 50)
     assert allreduced(states, list("aabbc"), plan=plan, arrival=arrival) == whole
 
 
@@ -269,7 +270,7 @@ def test_bcast_gives_every_rank_the_roots_array(name, size):
 
 
 def test_bcast_of_a_long_array_goes_in_pieces(monkeypatch):
-    monkeypatch.setattr("treeattn.broadcasting.LARGEST_MESSAGE", 100)
+    monkeypatch.setattr("treeattn.execution.broadcasting.LARGEST_MESSAGE", 100)
     array = np.random.default_rng(0).integers(0, 256, 1234, np.uint8)
 
     def body(transport):
@@ -280,7 +281,7 @@ def test_bcast_of_a_long_array_goes_in_pieces(monkeypatch):
     for found, total in run_ranks(4, body):
         assert found == array.tobytes()
         assert (total.messages, total.bytes) == (13 * 3, 3 * array.nbytes)
-    assert broadcast.__module__ == "treeattn.broadcasting"
+    assert broadcast.__module__ == "treeattn.execution.broadcasting"
 
 
 def test_bcast_wants_other_ranks_arrays_to_be_like_the_roots_and_leaves_them_alone():

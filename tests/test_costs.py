@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from treeattn.catalog import LINKS
-from treeattn.choosing import choose_radices
-from treeattn.costs import DEFAULT_MODEL, PRESETS, CostModel, read_model
+from treeattn.costs.catalog import LINKS
+from treeattn.costs.choosing import choose_radices
+from treeattn.costs.model import DEFAULT_MODEL, PRESETS, CostModel, read_model
+from treeattn.costs.pricing import cost
 from treeattn.errors import InputError
-from treeattn.planner import plan_allreduce
-from treeattn.pricing import cost
+from treeattn.planning.planner import plan_allreduce
 
 
 @pytest.mark.parametrize("name", PRESETS)

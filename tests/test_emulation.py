@@ -12,19 +12,19 @@ import pytest
 
 import treeattn
 from treeattn import errors
-from treeattn.catalog import Link, Model
-from treeattn.choosing import candidates
-from treeattn.clocks import OwnTime
-from treeattn.costs import CostModel
-from treeattn.emulation import DelayedTransport, Delays
-from treeattn.forecast import Cluster, Demand, forecast
-from treeattn.inputs import Options
-from treeattn.plan import Plan
-from treeattn.planner import plan_allreduce, plan_reduce
-from treeattn.pricing import cost
-from treeattn.radices import Radices
+from treeattn.arguments.inputs import Options
+from treeattn.costs.catalog import Link, Model
+from treeattn.costs.choosing import candidates
+from treeattn.costs.forecast import Cluster, Demand, forecast
+from treeattn.costs.model import CostModel
+from treeattn.costs.pricing import cost
+from treeattn.planning.plan import Plan
+from treeattn.planning.planner import plan_allreduce, plan_reduce
+from treeattn.planning.radices import Radices
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
+from treeattn.transports.clocks import OwnTime
+from treeattn.transports.emulation import DelayedTransport, Delays
 
 TEN = Delays(0.0, 10.0)
 rng = np.random.default_rng(0)

@@ -14,14 +14,14 @@ import pytest
 
 import treeattn
 from treeattn import cli, errors
-from treeattn.catalog import DEVICES, LINKS, MODELS, Link, Model, look_up
+from treeattn.arguments.inputs import Options
 from treeattn.cli.plan import SHOWN
-from treeattn.costs import CostModel
-from treeattn.forecast import ALGORITHMS, EFFICIENCY, Cluster, Demand, forecast, smallest_fit
-from treeattn.inputs import Options
-from treeattn.planner import plan_allreduce
-from treeattn.pricing import cost
-from treeattn.published import CHOSEN, GUIDE_MS, PAPER, error, fitted, measured_step, paper_seconds
+from treeattn.costs.catalog import DEVICES, LINKS, MODELS, Link, Model, look_up
+from treeattn.costs.forecast import ALGORITHMS, EFFICIENCY, Cluster, Demand, forecast, smallest_fit
+from treeattn.costs.model import CostModel
+from treeattn.costs.pricing import cost
+from treeattn.costs.published import CHOSEN, GUIDE_MS, PAPER, error, fitted, measured_step, paper_seconds
+from treeattn.planning.planner import plan_allreduce
 from treeattn.testing import run_ranks
 
 LLAMA = Demand(MODELS["llama-3-8b"], 2**20)

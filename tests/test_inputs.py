@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import treeattn
-from treeattn import inputs
+from treeattn.arguments import inputs
+from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.positions import POSITION_LIMIT, Consecutive
 from treeattn.errors import InputError
-from treeattn.inputs import Options, resolve
-from treeattn.positions import POSITION_LIMIT, Consecutive
 
 B, HQ, HKV, TQ, TK, D, DV = 2, 4, 2, 3, 10, 8, 6
 F32 = np.float32

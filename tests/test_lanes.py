@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import PartialState, TreeComm
-from treeattn.emulation import DelayedTransport, Delays
 from treeattn.errors import CommError, InputError
-from treeattn.lanes import IN_FLIGHT
+from treeattn.steps.lanes import IN_FLIGHT
 from treeattn.testing import run_ranks
+from treeattn.transports.emulation import DelayedTransport, Delays
 from treeattn.wrapping import team_of
 
 OPS = PartialState.identity((1, 1, 1, 1), backend="reference").ops

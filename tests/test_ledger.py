@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeattn.ledger import Ledger
+from treeattn.caching.ledger import Ledger
 
 sizes = st.integers(1, 8)
 steps = st.lists(

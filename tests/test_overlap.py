@@ -10,11 +10,11 @@ import pytest
 
 import treeattn
 from treeattn.backends.registry import Backend, find
-from treeattn.overlap import beside
+from treeattn.steps.overlap import beside
+from treeattn.steps.wire import Wire
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
 from treeattn.testing.ranks import ThreadTransport
-from treeattn.wire import Wire
 
 LONG = 60.0
 rng = np.random.default_rng(0)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import ShardedKVCache, TreeComm
+from treeattn.arguments.inputs import Options, resolve
 from treeattn.errors import CommError, InputError
-from treeattn.inputs import Options, resolve
 from treeattn.local import run_backend
 from treeattn.pipeline import parts_of
 from treeattn.testing import run_ranks

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeattn.costs import DEFAULT_MODEL, CostModel, read_model
+from treeattn.costs.model import DEFAULT_MODEL, CostModel, read_model
+from treeattn.costs.pricing import cost
 from treeattn.errors import InputError
-from treeattn.plan import HEADER_BYTES, Merge, Message, Plan, Radices, Round, Stats
-from treeattn.planner import parse_radices, plan_allreduce, plan_bcast, plan_reduce
-from treeattn.pricing import cost
-from treeattn.topology import group_ranks, rack_of
+from treeattn.planning.plan import HEADER_BYTES, Merge, Message, Plan, Radices, Round, Stats
+from treeattn.planning.planner import parse_radices, plan_allreduce, plan_bcast, plan_reduce
+from treeattn.planning.topology import group_ranks, rack_of
 
 PAYLOAD = 1000
 MANY = settings(deadline=None, max_examples=200)
@@ -555,7 +555,7 @@ def test_long_messages_count_by_their_parts(hosts, radices, limit):
     plan, root = plan_allreduce(hosts, radices), len(hosts) - 1
     array = plan_bcast(hosts, root)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("treeattn.plan.LARGEST_MESSAGE", limit)
+        patched.setattr("treeattn.planning.plan.LARGEST_MESSAGE", limit)
         total, of_array = plan.predict(PAYLOAD).total, array.predict(PAYLOAD).total
     pieces = plan.piece_bytes(PAYLOAD)
     sent = [message for each in plan.rounds if not each.shared for message in each.messages]

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeattn.catalog import Link
-from treeattn.costs import Cost, CostModel
-from treeattn.plan import HEADER_BYTES, Radices
-from treeattn.planner import plan_allreduce
-from treeattn.pricing import cost
+from treeattn.costs.catalog import Link
+from treeattn.costs.model import Cost, CostModel
+from treeattn.costs.pricing import cost
+from treeattn.planning.plan import HEADER_BYTES, Radices
+from treeattn.planning.planner import plan_allreduce
 
 PAYLOAD = 16640
 RECORD = HEADER_BYTES + PAYLOAD

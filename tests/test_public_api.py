@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import treeattn
-from treeattn.inputs import Options
+from treeattn.arguments.inputs import Options
 
 ROOT = Path(treeattn.__file__).parent
 PUBLIC = [
@@ -71,7 +71,7 @@ def one_of_each():
         "treeattn.TreeComm": comm,
         "treeattn.ShardedKVCache": treeattn.ShardedKVCache(comm, batch=1, kv_heads=1, head_dim=2, capacity=4),
         "treeattn.PartialState": treeattn.PartialState.identity((1, 1, 1, 2)),
-        "treeattn.plan.Plan": comm.plan,
+        "treeattn.planning.plan.Plan": comm.plan,
         "treeattn.backends.Backend": treeattn.backends.find("cpu"),
     }
 
@@ -237,7 +237,10 @@ def loaded_by(statements):
 def test_importing_the_package_imports_numpy_and_nothing_else():
     names = ", ".join(["PartialState", "ShardedKVCache", "TreeComm", *sorted(SUBMODULES)])
     assert loaded_by("import treeattn") <= {"treeattn", "numpy"}  # numpy, too, loads its parts when they are used
-    assert loaded_by(f"from treeattn import {names}\nimport treeattn.inputs, treeattn.local") <= {"treeattn", "numpy"}
+    assert loaded_by(f"from treeattn import {names}\nimport treeattn.arguments.inputs, treeattn.local") <= {
+        "treeattn",
+        "numpy",
+    }
 
 
 def test_attention_in_one_process_loads_no_mpi_and_no_command_line():
@@ -247,21 +250,18 @@ def test_attention_in_one_process_loads_no_mpi_and_no_command_line():
 
 # ---- which way imports point
 
-FOUNDATION = {
-    "arrays", "checks", "devices", "errors", "factors", "inputs", "lazy", "positions", "state", "state_arguments",
-    "state_ops", "storage", "wire_form",
-}  # fmt: skip
-ABOVE_BOTH_SIDES = {"local", "distributed", "cache", "baselines", "pipeline", "prompt"}
+FOUNDATION = {"arguments", "errors", "lazy", "state", "state_ops", "storage", "wire_form"}
+ABOVE_BOTH_SIDES = {"distributed", "cache", "baselines", "prompt"}
 TOOLS = {"cli", "doctor", "testing", "__main__", "treeattn"}
 
 EXCEPTIONS = {
     # A state finds its backend's operations when it is made from nothing: the one way up, and only inside a function.
     "treeattn.state": {"treeattn.backends.registry"},
     # So do cards that are joined before there is any state.
-    "treeattn.cards": {"treeattn.backends.registry"},
+    "treeattn.gpu.cards": {"treeattn.backends.registry"},
     # What merges states, and shares memory fast and safely, is compiled; it knows of rows, and nothing of attention.
-    "treeattn.window": {"treeattn.kernels.window"},
-    "treeattn.relay": {"treeattn.kernels.relay"},
+    "treeattn.execution.window": {"treeattn.kernels.window"},
+    "treeattn.steps.relay": {"treeattn.kernels.relay"},
     "treeattn.wire_form": {"treeattn.kernels.wire_rows"},
 }
 
@@ -296,18 +296,25 @@ def part(module):
 
 
 def reached_from(module):
-    seen, pending = set(), [module]
+    seen, pending = {module}, [module]
     while pending:
         for name in imports(pending.pop(), lazy=True) - seen:
             seen.add(name)
             pending.append(name)
-    return {part(name) for name in seen}
+    return seen
 
 
 def test_modules_import_each_other_in_one_direction():
     graph = {module: imports(module, lazy=False) for module in MODULES}
     order = graphlib.TopologicalSorter(graph).static_order()  # raises CycleError with the circle in it
     assert set(order) == set(MODULES)
+
+
+def test_folders_import_each_other_in_one_direction():
+    graph = {part(module): set() for module in MODULES}
+    for module in MODULES:
+        graph[part(module)] |= {part(name) for name in imports(module, lazy=True)} - {part(module)}
+    assert set(graphlib.TopologicalSorter(graph).static_order()) == set(graph)
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -324,9 +331,10 @@ def test_lower_layers_know_nothing_of_higher_ones(module):
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_communication_and_kernels_meet_only_in_the_entry_points(module):
-    reached = reached_from(module) | {part(module)}
-    both = reached & {"comm", "team"} and reached & {"kernels", "backends", "inputs"}
-    assert not both or part(module) in ABOVE_BOTH_SIDES | TOOLS
+    modules = reached_from(module)
+    folders = {part(name) for name in modules}
+    computes = folders & {"kernels", "backends"} or "treeattn.arguments.inputs" in modules
+    assert not (computes and folders & {"comm", "ranks"}) or part(module) in ABOVE_BOTH_SIDES | TOOLS
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

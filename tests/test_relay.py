@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import treeattn
 from treeattn import PartialState, TreeComm
 from treeattn.errors import InputError, RankTimeout
-from treeattn.planner import plan_allreduce
-from treeattn.radices import Radices
-from treeattn.relay import Part
+from treeattn.planning.planner import plan_allreduce
+from treeattn.planning.radices import Radices
+from treeattn.steps.relay import Part
 from treeattn.testing import over_the_wire, run_ranks
 from treeattn.wrapping import team_of
 

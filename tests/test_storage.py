@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import storage
-from treeattn.arrays import FLOAT_DTYPES, narrow_dtype
+from treeattn.arguments.arrays import FLOAT_DTYPES, narrow_dtype
 
 SMAPS = Path("/proc/self/smaps")
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from treeattn import TreeComm
 from treeattn.errors import InputError
+from treeattn.planning.topology import check_hosts, group_ranks, host_labels, hosts_of_environment, near_card, rack_of
 from treeattn.testing import run_ranks
-from treeattn.topology import check_hosts, group_ranks, host_labels, hosts_of_environment, near_card, rack_of
 
 LABELS = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=20)
 
@@ -109,7 +109,9 @@ def leads(transport):
     ("near", "leaders"), [({1, 2}, [1, 2]), ({0, 1, 2, 3}, [0, 2]), (set(), [0, 2]), ({3}, [0, 3])], ids=str
 )
 def test_ranks_near_a_card_lead_their_hosts_and_where_none_is_known_the_first_does(monkeypatch, near, leaders):
-    monkeypatch.setattr("treeattn.joining.near_card", lambda: int(threading.current_thread().name.split()[1]) in near)
+    monkeypatch.setattr(
+        "treeattn.ranks.joining.near_card", lambda: int(threading.current_thread().name.split()[1]) in near
+    )
     found = run_ranks(4, leads, hosts=list("aabb"))
     assert [rank for rank, leading in enumerate(found) if leading] == leaders
 

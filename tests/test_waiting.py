@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeattn import waiting
-from treeattn.transport import REMEMBERED, REST, SHORTEST_REST, Silence, Usual
-from treeattn.waiting import Patience
+from treeattn.transports import waiting
+from treeattn.transports.base import REMEMBERED, REST, SHORTEST_REST, Silence, Usual
+from treeattn.transports.waiting import Patience
 
 
 def counted(looks):

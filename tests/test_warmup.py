@@ -7,7 +7,7 @@ import json
 import pytest
 
 from treeattn import cli
-from treeattn.arrays import KV_DTYPES
+from treeattn.arguments.arrays import KV_DTYPES
 from treeattn.kernels import code_folder
 from treeattn.kernels.compilation import watching
 from treeattn.kernels.specialisations import specialisations

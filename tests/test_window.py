@@ -20,11 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeattn
-from treeattn import PartialState, TreeComm, window
+from treeattn import PartialState, TreeComm
 from treeattn.errors import InputError, RankTimeout
-from treeattn.plan import Radices
+from treeattn.execution import window
+from treeattn.execution.window import room_for_state
+from treeattn.planning.plan import Radices
 from treeattn.testing import FakeBackend, over_the_wire, run_ranks
-from treeattn.window import room_for_state
 from treeattn.wrapping import team_of
 
 LARGE = 8 * window.SMALL

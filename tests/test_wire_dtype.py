@@ -11,7 +11,7 @@ import treeattn
 from treeattn import TreeComm
 from treeattn.backends.host import HostOps
 from treeattn.errors import InputError
-from treeattn.plan import Radices
+from treeattn.planning.plan import Radices
 from treeattn.state import PartialState
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import dense, tolerance

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llvmlite import binding
 
 from treeattn import PartialState
-from treeattn.arrays import narrow_dtype
+from treeattn.arguments.arrays import narrow_dtype
 from treeattn.backends.host import HostOps
 from treeattn.kernels import combine, compilation, wire_rows
 from treeattn.kernels.narrow import narrowed, widened

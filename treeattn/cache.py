@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.cache_spec import CacheSpec
-from treeattn.checks import check_whole, refuse_copies
+from treeattn.arguments.checks import check_whole, refuse_copies
+from treeattn.arguments.inputs import Options
+from treeattn.caching.cache_spec import CacheSpec
+from treeattn.caching.deferral import Deferral
+from treeattn.caching.stock import Stock
+from treeattn.caching.turns import Turns
 from treeattn.comm import TreeComm
-from treeattn.deferral import Deferral
 from treeattn.distributed import Arguments, Decoding
-from treeattn.inputs import Options
 from treeattn.prompt import prefill
-from treeattn.stock import Stock
-from treeattn.turns import Turns
 from treeattn.wrapping import as_tree_comm, team_of
 
 __all__ = ["ShardedKVCache"]

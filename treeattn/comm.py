@@ -9,13 +9,13 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy.typing as npt
 
-from treeattn.checks import refuse_copies
+from treeattn.arguments.checks import refuse_copies
 from treeattn.errors import InputError
-from treeattn.facts import Facts
-from treeattn.joining import join
-from treeattn.lanes import Reduction
-from treeattn.plan import Stats
+from treeattn.planning.plan import Stats
+from treeattn.ranks.facts import Facts
+from treeattn.ranks.joining import join
 from treeattn.state import PartialState
+from treeattn.steps.lanes import Reduction
 
 __all__ = ["TreeComm"]
 
@@ -56,7 +56,7 @@ class TreeComm(Facts):
         ``deterministic=True`` nor ``wire_dtype``, and was nowhere faster than the default where it was measured.
     model : str, path or CostModel, optional
         By which plans are chosen: the name of a preset, a file from ``treeattn topology --calibrate --save``, or a
-        model. By default that of `treeattn.costs` for machines of which nothing is known.
+        model. By default that of `treeattn.costs.model` for machines of which nothing is known.
     deterministic : bool
         Carry rank states unmerged and merge them in rank order: more bytes, and bits that do not depend on hosts.
     timeout : float, optional
@@ -143,8 +143,8 @@ class TreeComm(Facts):
     def allreduce_begin(self, state: PartialState, *, out: PartialState | None = None) -> Reduction:
         """Begin to merge the states of all ranks, and compute something else until the result is wanted.
 
-        Up to `treeattn.lanes.IN_FLIGHT` (8) may be in flight. All ranks begin and end them in the same order; calls of
-        other methods may come in between. What the first ranks of hosts have to pass on moves in later calls.
+        Up to `treeattn.steps.lanes.IN_FLIGHT` (8) may be in flight. All ranks begin and end them in the same order;
+        calls of other methods may come in between. What the first ranks of hosts have to pass on moves in later calls.
 
         Parameters
         ----------

@@ -11,19 +11,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from treeattn.agreement import Attempt, Signature
-from treeattn.arrays import to_array
-from treeattn.attempts import check_travels
-from treeattn.checks import check_flag, check_root
-from treeattn.devices import fetch, on_device
+from treeattn.arguments.arrays import to_array
+from treeattn.arguments.checks import check_flag, check_root
+from treeattn.arguments.devices import fetch, on_device
+from treeattn.arguments.inputs import Options, Spec, resolve
+from treeattn.arguments.state_arguments import sink_logits
 from treeattn.errors import InputError
-from treeattn.groups import Beside
-from treeattn.inputs import Options, Spec, resolve
+from treeattn.execution.agreement import Attempt, Signature
 from treeattn.local import compute_state, deliver
 from treeattn.pipeline import Part, check_pipeline, compute_part, parts_of, together
+from treeattn.ranks.team import Team
 from treeattn.state import PartialState
-from treeattn.state_arguments import sink_logits
-from treeattn.team import Team
+from treeattn.steps.attempts import check_travels
+from treeattn.steps.groups import Beside
 from treeattn.wrapping import team_of
 
 __all__ = ["Arguments", "Decoding", "agreed_fields", "check_positions", "decode", "fingerprints"]

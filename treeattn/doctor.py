@@ -24,8 +24,8 @@ import numpy as np
 
 import treeattn
 from treeattn.errors import TreeattnError
+from treeattn.execution.window import FOLDER
 from treeattn.launch import find_runtime, home_folder, launched
-from treeattn.window import FOLDER
 from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _mpi_library(name: str) -> Check:
 
 def loaded_mpi() -> str:
     """Give MPI's own name and the file that it was loaded from."""
-    from treeattn.mpi_transport import import_mpi
+    from treeattn.transports.mpi_transport import import_mpi
 
     said = import_mpi().Get_library_version().strip("\0").splitlines()[0]
     name = " ".join(said.partition(", package")[0].split())

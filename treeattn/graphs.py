@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from treeattn.arguments.devices import on_device
+from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.positions import Consecutive
 from treeattn.backends.registry import find, following
-from treeattn.devices import on_device
 from treeattn.errors import BackendError, InputError
-from treeattn.inputs import Options, resolve
-from treeattn.positions import Consecutive
 from treeattn.state import PartialState
 
 __all__ = ["CapturedPartial", "capture"]

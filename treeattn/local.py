@@ -8,15 +8,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import FLOAT_DTYPES, as_array, cast, dtype_name, narrow_dtype, to_numpy
+from treeattn.arguments.arrays import FLOAT_DTYPES, as_array, cast, dtype_name, narrow_dtype, to_numpy
+from treeattn.arguments.checks import check_flag
+from treeattn.arguments.devices import fetch, give, kind_of, on_device
+from treeattn.arguments.inputs import Args, Options, Spec, resolve, to_bhtd
+from treeattn.arguments.state_arguments import sink_logits
 from treeattn.backends.base import Attend, Backend, Prepared
 from treeattn.backends.registry import DEFAULT, find, following, load
-from treeattn.checks import check_flag
-from treeattn.devices import fetch, give, kind_of, on_device
 from treeattn.errors import InputError
-from treeattn.inputs import Args, Options, Spec, resolve, to_bhtd
 from treeattn.state import PartialState, buffer_for
-from treeattn.state_arguments import sink_logits
 
 __all__ = ["attention", "compute_state", "deliver", "energy", "partial_attention", "run_backend"]
 

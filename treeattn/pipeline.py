@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from treeattn.arguments.inputs import Args, Spec
 from treeattn.errors import InputError
-from treeattn.groups import Beside
-from treeattn.inputs import Args, Spec
-from treeattn.lanes import IN_FLIGHT
 from treeattn.local import backend_of, run_backend
 from treeattn.state import PartialState
+from treeattn.steps.groups import Beside
+from treeattn.steps.lanes import IN_FLIGHT
 
 __all__ = ["Part", "check_pipeline", "compute_part", "parts_of", "together"]
 

@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.arguments.checks import check_whole
+from treeattn.arguments.inputs import Options
+from treeattn.arguments.positions import POSITION_LIMIT
 from treeattn.baselines import BASELINES, Baseline
-from treeattn.checks import check_whole
 from treeattn.errors import InputError
-from treeattn.inputs import Options
-from treeattn.positions import POSITION_LIMIT
-from treeattn.team import Team
+from treeattn.ranks.team import Team
 from treeattn.wrapping import team_of
 
 __all__ = ["prefill", "zigzag"]

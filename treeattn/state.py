@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import FLOAT_DTYPES, as_array, cast, known_dtype, narrow_dtype, to_numpy
-from treeattn.checks import check_flag
-from treeattn.devices import Kind, give, kind_of
+from treeattn.arguments.arrays import FLOAT_DTYPES, as_array, cast, known_dtype, narrow_dtype, to_numpy
+from treeattn.arguments.checks import check_flag
+from treeattn.arguments.devices import Kind, give, kind_of
+from treeattn.arguments.state_arguments import log_of_base, sink_logits, state_dtype, state_shape
 from treeattn.errors import InputError
-from treeattn.state_arguments import log_of_base, sink_logits, state_dtype, state_shape
 from treeattn.state_ops import StateOps
 
 __all__ = ["PartialState", "buffer_for", "merge"]

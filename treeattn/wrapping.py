@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 
 from treeattn.comm import TreeComm
 from treeattn.errors import InputError
-from treeattn.joining import under_launcher
-from treeattn.team import Team
-from treeattn.transport import Transport
+from treeattn.ranks.joining import under_launcher
+from treeattn.ranks.team import Team
+from treeattn.transports.base import Transport
 
 __all__ = ["as_tree_comm", "team_of"]
 
@@ -46,7 +46,7 @@ def as_tree_comm(comm: Any) -> TreeComm:
 def _wrapped(comm: Any) -> TreeComm:
     if comm is not None and "mpi4py.MPI" not in sys.modules:  # it can't be a communicator: don't start MPI to ask
         raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=type(comm).__name__)
-    from treeattn import mpi_transport  # here, so that one process needs no MPI
+    from treeattn.transports import mpi_transport  # here, so that one process needs no MPI
 
     return mpi_transport.cached_on(comm, TreeComm, lambda found: not found._team.channel.freed, _end)
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emulation import Emulator
 from fake_card import FakeCard, FakeCardBackend
 
-from treeattn import cards, peer_memory
+from treeattn.gpu import cards, peer_memory
 
 
 @pytest.fixture(scope="session")

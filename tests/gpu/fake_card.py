@@ -19,9 +19,9 @@ import ml_dtypes  # noqa: F401 - registers its dtypes with NumPy
 import numpy as np
 from emulation import Emulator
 
+from treeattn.arguments.devices import DeviceView
 from treeattn.backends.device import DeviceBackend
 from treeattn.backends.pins import Pins
-from treeattn.devices import DeviceView
 from treeattn.kernels.gpu.targets import target_of
 
 __all__ = ["FakeCard", "FakeCardBackend", "FaultingArray"]
@@ -297,7 +297,7 @@ GROUPS: dict[bytes, Meeting] = {}
 
 
 class FakeGroup:
-    """A `treeattn.cards.Group` of cards in one process: an all-gather is done when the last rank has come to it."""
+    """A `treeattn.gpu.cards.Group` of cards in one process: an all-gather is done when the last rank has come to it."""
 
     def __init__(self, card: FakeCard, meeting: Meeting, rank: int) -> None:
         self._card, self._meeting, self._rank = card, meeting, rank

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeattn
-from treeattn import stock
 from treeattn.backends import device_memory
+from treeattn.caching import stock
 from treeattn.errors import BackendError, InputError
 from treeattn.testing.oracle import assert_attention
 

@@ -15,10 +15,10 @@ import pytest
 from fake_card import FakeCard, FakeCardBackend, FaultingArray
 
 import treeattn
+from treeattn.arguments.inputs import Options, resolve
 from treeattn.backends import cupy_runtime, registry
 from treeattn.backends.auto import AutoBackend
 from treeattn.errors import BackendError, InputError
-from treeattn.inputs import Options, resolve
 from treeattn.testing import BackendConformance, run_ranks
 from treeattn.testing.oracle import assert_attention
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fake_card import FakeCard
 
-from treeattn.devices import DeviceView, broadcast, give, kind_of, on_device, take
+from treeattn.arguments.devices import DeviceView, broadcast, give, kind_of, on_device, take
 from treeattn.errors import InputError, MissingDependencyError
 
 

@@ -10,11 +10,11 @@ from fake_card import FakeCard, FakeCardBackend
 
 import treeattn
 from treeattn import PartialState, TreeComm
-from treeattn.devices import DeviceBytes
+from treeattn.arguments.devices import DeviceBytes
 from treeattn.errors import InputError
-from treeattn.gpu_mpi import Verdict
 from treeattn.testing import run_ranks
 from treeattn.testing.ranks import ThreadTransport
+from treeattn.transports.gpu_mpi import Verdict
 
 CUDA = Verdict(("cuda",), "it says so")
 SHAPE = (1, 3, 2, 9)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from treeattn import gpu_mpi
 from treeattn.errors import InputError
-from treeattn.gpu_mpi import Verdict, agreed, ask, judge
+from treeattn.transports import gpu_mpi
+from treeattn.transports.gpu_mpi import Verdict, agreed, ask, judge
 
 NO = {"MPIX_Query_cuda_support": {"cuda": 0}, "MPIX_Query_rocm_support": {"rocm": 0}}
 

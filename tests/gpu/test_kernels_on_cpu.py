@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from treeattn.inputs import Options, resolve
+from treeattn.arguments.inputs import Options, resolve
 from treeattn.kernels import reference
 from treeattn.kernels.gpu.call import is_wide
 from treeattn.kernels.gpu.table import Specialisation, choose

@@ -12,8 +12,9 @@ import pytest
 from fake_card import FakeCard
 from test_direct import SHAPE, fetched, on_card, state_of
 
-from treeattn import PartialState, TreeComm, peer_memory
+from treeattn import PartialState, TreeComm
 from treeattn.errors import BackendError, RankTimeout
+from treeattn.gpu import peer_memory
 from treeattn.testing import run_ranks
 from treeattn.wrapping import team_of
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from treeattn.arrays import FLOAT_DTYPES, cast, narrow_dtype
+from treeattn.arguments.arrays import FLOAT_DTYPES, cast, narrow_dtype
 from treeattn.kernels.gpu import offline, source
 from treeattn.kernels.gpu.call import STORE, pack_store
 from treeattn.kernels.gpu.targets import target_of

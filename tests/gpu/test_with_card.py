@@ -12,7 +12,7 @@ import pytest
 import treeattn
 from treeattn.backends import registry
 from treeattn.backends.base import Backend
-from treeattn.cards import Cards
+from treeattn.gpu.cards import Cards
 from treeattn.graphs import capture
 from treeattn.kernels import combine, wire_rows
 from treeattn.testing import BackendConformance

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import treeattn
-from treeattn.arrays import to_array
-from treeattn.devices import give, kind_of
+from treeattn.arguments.arrays import to_array
+from treeattn.arguments.devices import give, kind_of
 from treeattn.errors import InputError
 from treeattn.testing import FakeBackend, run_ranks
 

@@ -8,12 +8,12 @@ import time
 import numpy as np
 
 import treeattn
+from treeattn.arguments.inputs import Options
 from treeattn.baselines import BASELINES, Ulysses
-from treeattn.emulation import DelayedTransport, Delays
-from treeattn.inputs import Options
 from treeattn.launch import install_abort_hook
-from treeattn.mpi_transport import world_transport
 from treeattn.testing.oracle import assert_attention
+from treeattn.transports.emulation import DelayedTransport, Delays
+from treeattn.transports.mpi_transport import world_transport
 from treeattn.wrapping import team_of
 
 install_abort_hook()

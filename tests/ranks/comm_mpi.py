@@ -13,9 +13,9 @@ import numpy as np
 from mpi4py import MPI
 
 import treeattn
-from treeattn import mpi_transport
 from treeattn.errors import CommError, RankTimeout
-from treeattn.mpi_transport import MpiTransport
+from treeattn.transports import mpi_transport
+from treeattn.transports.mpi_transport import MpiTransport
 from treeattn.wrapping import as_tree_comm, team_of
 
 

@@ -13,7 +13,7 @@ from dataclasses import astuple
 import numpy as np
 
 import treeattn
-from treeattn.agreement import Attempt
+from treeattn.execution.agreement import Attempt
 from treeattn.state import PartialState
 from treeattn.testing import over_the_wire
 from treeattn.wrapping import team_of

@@ -16,8 +16,8 @@ from mpi4py import MPI
 import treeattn
 from treeattn.errors import RankTimeout
 from treeattn.launch import install_abort_hook
-from treeattn.mpi_operator import MpiRowReduction
 from treeattn.testing.oracle import assert_attention
+from treeattn.transports.mpi_operator import MpiRowReduction
 from treeattn.wrapping import team_of
 
 install_abort_hook()

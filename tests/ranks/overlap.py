@@ -9,8 +9,8 @@ import numpy as np
 import treeattn
 from treeattn.backends.registry import Backend, find
 from treeattn.launch import install_abort_hook
-from treeattn.mpi_transport import MpiTransport
-from treeattn.wire import Wire
+from treeattn.steps.wire import Wire
+from treeattn.transports.mpi_transport import MpiTransport
 
 install_abort_hook()
 arrived, seen = threading.Event(), []

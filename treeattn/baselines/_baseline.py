@@ -13,21 +13,21 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from treeattn.arguments.checks import check_flag, check_root
+from treeattn.arguments.inputs import Args, Options, Spec, resolve
+from treeattn.arguments.state_arguments import sink_logits
 from treeattn.backends.base import Backend
 from treeattn.backends.registry import find, following
 from treeattn.baselines._call import Call, Holding
 from treeattn.baselines._parcel import Manifest
-from treeattn.checks import check_flag, check_root
 from treeattn.distributed import agreed_fields, check_positions, fingerprints
 from treeattn.errors import InputError
-from treeattn.inputs import Args, Options, Spec, resolve
 from treeattn.local import deliver
 from treeattn.pipeline import check_pipeline
-from treeattn.plan import Stats
+from treeattn.planning.plan import Stats
+from treeattn.ranks.team import Team
 from treeattn.state import PartialState
-from treeattn.state_arguments import sink_logits
-from treeattn.team import Team
-from treeattn.wire import Wire
+from treeattn.steps.wire import Wire
 from treeattn.wrapping import team_of
 
 __all__ = ["Baseline", "Cost", "Prepared", "Problem", "RankCost"]

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.arguments.inputs import Args, Spec
 from treeattn.backends.base import Backend
 from treeattn.baselines._parcel import Manifest, Parcel
-from treeattn.inputs import Args, Spec
 from treeattn.local import run_backend
 from treeattn.state import PartialState, merge
-from treeattn.wire import Wire
+from treeattn.steps.wire import Wire
 
 __all__ = ["Call", "Holding", "Span"]
 

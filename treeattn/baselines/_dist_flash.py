@@ -23,13 +23,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import narrow_dtype
+from treeattn.arguments.arrays import narrow_dtype
 from treeattn.baselines._baseline import Baseline, Cost, Problem
 from treeattn.baselines._call import Call
 from treeattn.baselines._parcel import Parcel, Slot
 from treeattn.baselines._schedule import Schedule
 from treeattn.state import PartialState
-from treeattn.wire import Pending, Wire, pieces
+from treeattn.steps.wire import Pending, Wire, pieces
 
 __all__ = ["DistFlash", "dist_flash"]
 

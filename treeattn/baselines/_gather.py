@@ -13,7 +13,7 @@ from treeattn.baselines._baseline import Baseline, Cost, Problem
 from treeattn.baselines._call import Call
 from treeattn.baselines._parcel import Parcel
 from treeattn.state import PartialState
-from treeattn.wire import Wire, pieces
+from treeattn.steps.wire import Wire, pieces
 
 __all__ = ["Gather", "gather"]
 

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import dtype_name, narrow_dtype
-from treeattn.inputs import Args, KVView, Spec
-from treeattn.wire import Wire, pieces
+from treeattn.arguments.arrays import dtype_name, narrow_dtype
+from treeattn.arguments.inputs import Args, KVView, Spec
+from treeattn.steps.wire import Wire, pieces
 
 __all__ = ["Manifest", "Parcel", "Part", "Slot"]
 

@@ -21,7 +21,7 @@ from treeattn.baselines._baseline import Baseline, Cost, Problem
 from treeattn.baselines._call import Call
 from treeattn.baselines._parcel import Parcel, Slot
 from treeattn.state import PartialState
-from treeattn.wire import Wire
+from treeattn.steps.wire import Wire
 
 __all__ = ["Ring", "ring"]
 

@@ -21,13 +21,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.arguments.inputs import Spec
 from treeattn.baselines._baseline import Baseline, Cost, Problem
 from treeattn.baselines._call import Call
 from treeattn.baselines._parcel import Parcel, Slot
 from treeattn.errors import InputError
-from treeattn.inputs import Spec
 from treeattn.state import PartialState
-from treeattn.wire import Wire, pieces
+from treeattn.steps.wire import Wire, pieces
 
 __all__ = ["Share", "Ulysses", "ulysses"]
 

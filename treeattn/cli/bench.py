@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.arrays import FLOAT_DTYPES
+from treeattn.arguments.arrays import FLOAT_DTYPES
 from treeattn.cli.bench_ranks import Contest, on_mpi, on_threads, report_to
 from treeattn.cli.bench_report import environment, show
 from treeattn.cli.options import (
@@ -26,7 +26,7 @@ from treeattn.launch import launched
 
 if TYPE_CHECKING:
     from treeattn.cli.comparison import Row
-    from treeattn.emulation import Delays
+    from treeattn.transports.emulation import Delays
 
 __all__ = ["bench"]
 
@@ -59,7 +59,7 @@ def _algorithms(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 
 
 def _delays(ctx: click.Context, param: click.Parameter, value: str | None) -> Delays | None:
-    from treeattn.emulation import Delays
+    from treeattn.transports.emulation import Delays
 
     return None if value is None else Delays.read(value)
 
@@ -168,7 +168,7 @@ def bench(
 
 def _contest(options: dict[str, Any]) -> Contest:
     """Read the options, and refuse what can't work before any rank is started."""
-    from treeattn.planner import parse_radices
+    from treeattn.planning.planner import parse_radices
 
     parse_radices(options["plan"])
     fixed = {"v_head_dim": None, "layout": "bhtd", "window": None, "softcap": None}

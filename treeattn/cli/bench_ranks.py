@@ -20,11 +20,11 @@ from treeattn.launch import find_runtime, mpirun_command, mpirun_environment
 
 if TYPE_CHECKING:
     from treeattn.cli.comparison import Row
-    from treeattn.clocks import Clock
     from treeattn.comm import TreeComm
-    from treeattn.costs import CostModel
-    from treeattn.emulation import Delays
-    from treeattn.transport import Transport
+    from treeattn.costs.model import CostModel
+    from treeattn.transports.base import Transport
+    from treeattn.transports.clocks import Clock
+    from treeattn.transports.emulation import Delays
 
 __all__ = ["Contest", "on_mpi", "on_threads"]
 
@@ -74,8 +74,8 @@ class Contest:
         ``on_row`` is called on rank 0.
         """
         from treeattn.cli.comparison import Timing, compare
-        from treeattn.clocks import OwnTime, WallTime
         from treeattn.comm import TreeComm
+        from treeattn.transports.clocks import OwnTime, WallTime
 
         clock = OwnTime() if self.threads and self.delays else WallTime()
         timing = Timing(self.warmup, self.repeats, clock, self._head_start)
@@ -102,8 +102,8 @@ class Contest:
     def _delayed(self, transport: Transport | None, clock: Clock) -> Transport | None:
         if self.delays is None:
             return transport
-        from treeattn.emulation import DelayedTransport
-        from treeattn.mpi_transport import world_transport
+        from treeattn.transports.emulation import DelayedTransport
+        from treeattn.transports.mpi_transport import world_transport
 
         hosts = self._hosts(transport) or ["host"] * _size(transport)
         carrier = world_transport(LONGEST) if transport is None else transport

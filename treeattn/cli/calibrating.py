@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn.calibration import in_turns
-from treeattn.choosing import candidates
+from treeattn.calibration.timing import in_turns
 from treeattn.comm import TreeComm
+from treeattn.costs.choosing import candidates
+from treeattn.costs.pricing import cost
 from treeattn.errors import InputError
-from treeattn.planner import plan_allreduce
-from treeattn.pricing import cost
+from treeattn.planning.planner import plan_allreduce
 from treeattn.state import PartialState
 from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from treeattn.calibration import Calibration
-    from treeattn.fitting import Sample
-    from treeattn.radices import Radices
+    from treeattn.calibration.fitting import Sample
+    from treeattn.calibration.timing import Calibration
+    from treeattn.planning.radices import Radices
 
 __all__ = ["Measured", "calibrate", "show"]
 

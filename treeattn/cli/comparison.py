@@ -13,14 +13,14 @@ import numpy.typing as npt
 
 from treeattn.cli.contender import Contender, contender
 from treeattn.errors import InputError
-from treeattn.plan import Stats
+from treeattn.planning.plan import Stats
 from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:
     from treeattn.cli.workload import Workload
-    from treeattn.clocks import Clock
     from treeattn.comm import TreeComm
-    from treeattn.costs import CostModel
+    from treeattn.costs.model import CostModel
+    from treeattn.transports.clocks import Clock
 
 __all__ = ["Row", "Timing", "compare"]
 

@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import treeattn
+from treeattn.arguments.inputs import Options
 from treeattn.baselines import BASELINES, Baseline, Ulysses
-from treeattn.costs import CostModel
-from treeattn.inputs import Options
-from treeattn.plan import Stats
-from treeattn.pricing import cost
+from treeattn.costs.model import CostModel
+from treeattn.costs.pricing import cost
+from treeattn.planning.plan import Stats
 
 if TYPE_CHECKING:
     from treeattn.cli.workload import Workload

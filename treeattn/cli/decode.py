@@ -40,7 +40,7 @@ Examples:
 
 def _check(*, plan: str, algorithm: str, wire_dtype: str | None, **options: Any) -> None:
     """Refuse what can't work before any rank is started."""
-    from treeattn.planner import parse_radices
+    from treeattn.planning.planner import parse_radices
 
     if wire_dtype is not None and algorithm != "tree":
         raise InputError.of("wire_dtype", expected="--algorithm tree", got=algorithm)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy.typing as npt
 
 from treeattn.cli.contender import FirstStep, contender
-from treeattn.plan import Stats
+from treeattn.planning.plan import Stats
 from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from treeattn.arrays import FLOAT_DTYPES
+from treeattn.arguments.arrays import FLOAT_DTYPES
+from treeattn.arguments.inputs import LAYOUTS
 from treeattn.errors import InputError
-from treeattn.inputs import LAYOUTS
 from treeattn.launch import launched, run
-from treeattn.planner import BY_MODEL
-from treeattn.radices import NAMED_RADICES
-from treeattn.topology import check_hosts
+from treeattn.planning.planner import BY_MODEL
+from treeattn.planning.radices import NAMED_RADICES
+from treeattn.planning.topology import check_hosts
 
 __all__ = [
     "ALGORITHM_NAMES",

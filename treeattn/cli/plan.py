@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.catalog import DEVICES, LINKS, MODELS, Device, Link, Model, look_up
 from treeattn.cli.options import json_option, suggest
 from treeattn.cli.output import console, counts, escape, print_rows, size, write_json
+from treeattn.costs.catalog import DEVICES, LINKS, MODELS, Device, Link, Model, look_up
+from treeattn.costs.forecast import LAUNCH_US, Cluster, Demand, Terms, forecast, smallest_fit, usable_bytes
+from treeattn.costs.published import GUIDE_MS, GUIDE_RANKS, GUIDE_TOKENS
 from treeattn.errors import InputError
-from treeattn.forecast import LAUNCH_US, Cluster, Demand, Terms, forecast, smallest_fit, usable_bytes
-from treeattn.planner import plan_allreduce
-from treeattn.published import GUIDE_MS, GUIDE_RANKS, GUIDE_TOKENS
+from treeattn.planning.planner import plan_allreduce
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,7 +133,8 @@ def plan(
     """Forecast memory and time on hardware that is not here.
 
     The time is that between tokens. Nothing is run or measured: constants and their sources are in
-    treeattn/catalog.py, the model in treeattn/forecast.py. Weights are bfloat16, spread over the GPUs of a node.
+    treeattn/costs/catalog.py, the model in treeattn/costs/forecast.py. Weights are bfloat16, spread over the GPUs of a
+    node.
     """
     demand = Demand(shape or look_up("model", model, MODELS), tokens, batch, STORED[dtype])
     device, between = look_up("gpu", gpu, DEVICES), look_up("link", link, LINKS)

@@ -10,13 +10,13 @@ import click
 
 from treeattn.cli.options import file_option, json_option, on_ranks, plan_options, suggest
 from treeattn.cli.output import console, counts, drawable, print_rows, write_json, writing
-from treeattn.costs import PRESETS, CostModel, read_model
+from treeattn.costs.model import PRESETS, CostModel, read_model
+from treeattn.costs.pricing import cost
 from treeattn.errors import InputError
 from treeattn.launch import launched
-from treeattn.pricing import cost
 
 if TYPE_CHECKING:
-    from treeattn.plan import Plan
+    from treeattn.planning.plan import Plan
 
 __all__ = ["topology"]
 
@@ -34,9 +34,9 @@ Examples:
 
 def _check(*, plan: str, model: str, **options: Any) -> None:
     """Refuse what can't work before any rank is started."""
-    from treeattn.plan import Plan
-    from treeattn.planner import parse_radices
-    from treeattn.saved import text_of
+    from treeattn.planning.plan import Plan
+    from treeattn.planning.planner import parse_radices
+    from treeattn.planning.saved import text_of
 
     read_model(model)
     text = text_of("plan", plan)
@@ -119,8 +119,8 @@ def _draw_from(
     hosts: tuple[str, ...] | None, plan: str, deterministic: bool, root: int | None, payload: int, model: CostModel
 ) -> tuple[int, Plan]:
     """Give this rank, and the plan of a file, or that of a layout."""
-    from treeattn.plan import Plan
-    from treeattn.saved import text_of
+    from treeattn.planning.plan import Plan
+    from treeattn.planning.saved import text_of
 
     here, text = launched(), text_of("plan", plan)
     if text is not None:
@@ -146,8 +146,8 @@ def _imagined(
     hosts: tuple[str, ...], plan: str, deterministic: bool, root: int | None, payload: int, model: CostModel
 ) -> Plan:
     """Give the plan of ranks that are not there, which send messages."""
-    from treeattn.choosing import choose_radices
-    from treeattn.planner import parse_radices, plan_allreduce, plan_reduce
+    from treeattn.costs.choosing import choose_radices
+    from treeattn.planning.planner import parse_radices, plan_allreduce, plan_reduce
 
     radices = parse_radices(plan) or choose_radices(hosts, payload, model=model)
     if root is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import treeattn
-from treeattn.arrays import KV_DTYPES, narrow_dtype
+from treeattn.arguments.arrays import KV_DTYPES, narrow_dtype
 from treeattn.cli.options import json_option, on_ranks, shape_options
 from treeattn.cli.output import console, write_json
 from treeattn.cli.workload import Workload

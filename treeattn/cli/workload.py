@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import narrow_dtype
+from treeattn.arguments.arrays import narrow_dtype
+from treeattn.arguments.inputs import Options, resolve
 from treeattn.errors import InputError
-from treeattn.inputs import Options, resolve
 
 if TYPE_CHECKING:
     from treeattn.testing.oracle import Answer

@@ -12,8 +12,8 @@ import pytest
 
 import treeattn
 from treeattn import PartialState
+from treeattn.arguments.devices import fetch
 from treeattn.backends.base import Backend
-from treeattn.devices import fetch
 from treeattn.errors import BackendError
 from treeattn.testing.oracle import assert_attention, assert_close, dense, on_host, tolerance
 from treeattn.testing.wire import over_the_wire
@@ -60,7 +60,7 @@ class BackendConformance:
 
     def inputs(self, dtype: str = "float32", layout: str = "bhtd") -> tuple[Array, Array, Array]:
         """Two rows, six query heads over two KV heads, three query tokens, and values wider than keys."""
-        from treeattn.arrays import narrow_dtype
+        from treeattn.arguments.arrays import narrow_dtype
 
         rng = np.random.default_rng(0)
         shapes = ((2, 6, 3, 8), (2, 2, TOKENS, 8), (2, 2, TOKENS, 11))

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arrays import narrow_dtype, to_numpy
-from treeattn.devices import fetch, on_device
-from treeattn.inputs import Args, Options, Spec, resolve, to_bhtd
+from treeattn.arguments.arrays import narrow_dtype, to_numpy
+from treeattn.arguments.devices import fetch, on_device
+from treeattn.arguments.inputs import Args, Options, Spec, resolve, to_bhtd
 from treeattn.kernels import plain, reference
 
 __all__ = ["Answer", "assert_attention", "assert_close", "dense", "on_host", "tolerance"]

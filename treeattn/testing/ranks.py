@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from treeattn.errors import CommError, InputError, RankTimeout
-from treeattn.transport import Bytes, Mark, Meanwhile, Prepared, Silence, Transport, Usual, nothing
+from treeattn.transports.base import Bytes, Mark, Meanwhile, Prepared, Silence, Transport, Usual, nothing
 
 __all__ = ["ThreadTransport", "run_ranks"]
 

@@ -1,0 +1,1 @@
+"""A cost model from measurements: what is timed, timing it, and the model that fits the times."""

@@ -1,0 +1,1 @@
+"""A rank's part in a plan: its records, rounds of messages, and memory that ranks share."""

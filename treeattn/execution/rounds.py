@@ -1,0 +1,119 @@
+"""One rank's part in one round of messages, with its requests and merges prepared.
+
+Rounds have the same methods, here and in `treeattn.execution.window_round`, which `treeattn.execution.executor` calls
+in turn: ``post`` sends and asks for what is to come, ``arrived`` says whether all of it is here, ``wait`` waits until
+it is, ``headers`` gives the headers that came, and ``merge`` merges what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from treeattn.execution.records import Records, Share, places_of
+from treeattn.execution.tally import Tally
+from treeattn.planning.plan import HEADER_BYTES, LARGEST_MESSAGE, RankRound
+from treeattn.transports.base import Bytes, Meanwhile, Silence, Usual
+
+__all__ = ["MessageRound"]
+
+TAGS = 4096
+"""Tags of rounds and pieces; a message's second part has a tag that is higher by as much, and so on.
+
+Requests that are started together are started in any order, so that parts under one tag could take each other's place.
+"""
+
+
+class MessageRound:
+    """A round of messages between this rank and others.
+
+    Parameters
+    ----------
+    share : Share
+    tally : Tally
+    busy : set of (piece, record)
+        Records that receives can't be started for a step ahead, since they are in use until this round begins.
+
+    Attributes
+    ----------
+    ahead : list
+        Receives to start a step ahead.
+    """
+
+    def __init__(self, share: Share, tally: Tally, busy: set[tuple[int, int]]) -> None:
+        self._transport, self._tally, self._number = share.transport, tally, share.number
+        self._sends: list[Any] = []
+        self._receives: list[Any] = []
+        self._late: list[Any] = []
+        self.ahead: list[Any] = []
+        self._sizes: list[tuple[int, int]] = []
+        self._alone: list[tuple[int, Bytes, int]] = []
+        self._headers: list[memoryview] = []
+        self._mergers: list[Callable[[], None]] = []
+        for step in share.steps:
+            records, tag = share.parts[step.piece], self._number * len(share.parts) + step.piece
+            self._prepare_sends(step, records, tag)
+            self._prepare_receives(step, records, tag, busy)
+            self._mergers += [records.merger([records.payloads[at] for at in sources]) for sources in step.merges]
+        self._both, self._total = [*self._receives, *self._sends], tally.total(self._sizes)
+        self._awaited: list[Any] = []
+        self._usual = Usual()
+
+    def _prepare_sends(self, step: RankRound, records: Records, tag: int) -> None:
+        for dest, slots in step.sends:
+            for number, data in enumerate(_parts(records.cut(0, slots))):
+                self._sends.append(self._transport.send_init(data, dest, tag + number * TAGS))
+                self._sizes.append((dest, data.size))
+                alone = data[: 0 if number else HEADER_BYTES]  # what a rank with no payload sends of it
+                self._alone.append((dest, alone, tag + number * TAGS))
+
+    def _prepare_receives(self, step: RankRound, records: Records, tag: int, busy: set[tuple[int, int]]) -> None:
+        for source, slots, at in step.receives:
+            parts = enumerate(_parts(records.cut(at, slots)))
+            requests = [self._transport.recv_init(data, source, tag + number * TAGS) for number, data in parts]
+            late = not busy.isdisjoint((step.piece, place) for place in places_of((source, slots, at)))
+            (self._late if late else self.ahead).extend(requests)
+            self._receives += requests
+            self._headers.append(records.headers[at])
+
+    def post(self, full: bool) -> None:
+        """Send, and ask for what is to come; without a payload, ``full`` false, headers alone are sent."""
+        if self._late:
+            self._transport.start(self._late)
+        if full:
+            if self._sends:
+                self._transport.start(self._sends)
+            self._awaited = self._both
+            self._tally.sent_all(self._total)
+        else:
+            self._awaited = [*self._receives, *(self._send_header(*each) for each in self._alone)]
+
+    def arrived(self) -> bool:
+        """Whether all is here; `wait` then only hands it over."""
+        return self._transport.progress(self._awaited)
+
+    def wait(self, meanwhile: Meanwhile) -> None:
+        """Wait until all is here."""
+        try:
+            self._transport.wait(self._awaited, meanwhile, self._usual)
+        except Silence as silence:
+            silence.round = self._number
+            raise
+
+    def headers(self) -> Sequence[memoryview]:
+        """Give the headers that came."""
+        return self._headers
+
+    def _send_header(self, dest: int, header: Bytes, tag: int) -> Any:
+        self._tally.sent(dest, header.size)
+        return self._transport.isend(header, dest, tag)
+
+    def merge(self) -> None:
+        """Merge what came."""
+        for merge in self._mergers:
+            merge()
+
+
+def _parts(data: Bytes) -> list[Bytes]:
+    """Cut a message that is too long for one."""
+    return [data[start : start + LARGEST_MESSAGE] for start in range(0, data.size, LARGEST_MESSAGE)]

@@ -1,0 +1,48 @@
+"""What a rank has sent, and what else it took, counted as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treeattn.execution.counting import Count
+from treeattn.planning.plan import Stats, Usage
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """Counts what this rank sends; `stats` is a snapshot."""
+
+    def __init__(self, hosts: tuple[str, ...], rank: int) -> None:
+        self._elsewhere = [host != hosts[rank] for host in hosts]
+        self._sent = [0, 0, 0, 0]
+        self.all_rounds, self._rounds_between = Count(), 0
+        self.collectives = 0
+        self.usage = Usage()
+
+    def sent(self, dest: int, size: int) -> None:
+        """Count one message."""
+        self.sent_all(self.total(((dest, size),)))
+
+    def sent_all(self, total: Sequence[int]) -> None:
+        """Count what `total` has added up."""
+        sent = self._sent
+        for at in range(4):
+            sent[at] += total[at]
+
+    def total(self, messages: Sequence[tuple[int, int]]) -> tuple[int, int, int, int]:
+        """Add up messages (dest, size) that are often sent together."""
+        sizes = [size for _, size in messages]
+        away = [size for dest, size in messages if self._elsewhere[dest]]
+        return len(sizes), sum(sizes), len(away), sum(away)
+
+    def rounds(self, number: int, between: int) -> None:
+        """Count rounds, and those of them in which any message goes between hosts."""
+        self.all_rounds.value += number
+        self._rounds_between += between
+
+    @property
+    def stats(self) -> Stats:
+        """What was counted so far."""
+        rounds, (messages, size, between, size_between) = self.all_rounds.value, self._sent
+        return Stats(rounds, messages, size, self._rounds_between, between, size_between, self.collectives)

@@ -1,0 +1,1 @@
+"""The tree as data, computed from host labels and radices; nothing here sends a message."""

@@ -1,0 +1,280 @@
+"""What the ranks of one communicator have agreed on, and how they get there; `agreement` has the words.
+
+The hot path sends what the last agreed call's plan says and nothing else. A rank that can't, because it has an error
+or a call of another size, goes through the same rounds with headers alone, so that nobody waits for it in vain; the
+others learn of it from the headers, and all meet in an exchange of descriptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeattn.execution.agreement import CONSULT, ERROR, OTHER, Attempt, Description, Header, Signature, conclude
+from treeattn.execution.collective import CollectiveExchange
+from treeattn.execution.direct import DirectOps
+from treeattn.execution.direct_exchange import DirectExchange
+from treeattn.execution.executor import Exchange
+from treeattn.execution.window import Window, open_window, room_to_make
+from treeattn.planning.plan import Plan
+from treeattn.state import PartialState
+from treeattn.steps.channel import Channel
+from treeattn.steps.relay import relay_of
+from treeattn.steps.shortcut import Shortcut
+from treeattn.steps.swap import Swap
+from treeattn.transports.base import Meanwhile, nothing
+from treeattn.wire_form import WireForm
+
+if TYPE_CHECKING:
+    from treeattn.steps.groups import Groups
+
+__all__ = ["Session"]
+
+KEPT_EXCHANGES = 8
+"""Plans whose buffers are kept."""
+
+
+class Session:
+    """The calls of one communicator of several ranks.
+
+    Parameters
+    ----------
+    channel : Channel
+    plan_for : callable
+        Gives the plan for (payload bytes, root, whether ranks of a host share memory for that).
+    window : Window, optional
+        Memory of this session alone.
+    agreed : Signature, optional
+        What all ranks agree on already, if anything.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        plan_for: Callable[[int, int | None, bool], Plan],
+        window: Window | None = None,
+        agreed: Signature | None = None,
+    ) -> None:
+        self._channel, self._plan_for, self.window, self.agreed = channel, plan_for, window, agreed
+        self._exchanges: dict[Any, Exchange] = {}
+        self._exchange: Exchange | None = None
+        self.shortcut: Shortcut | None = None
+        self._made: Shortcut | None = None
+        self._made_for: tuple[Any, ...] = ()
+        self._begun = False
+        self.groups: Groups | None = None
+
+    def merge(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
+        """Run the agreed plan until it ends clean, agreeing anew where that is what is missing."""
+        self.begin(attempt)
+        merged = self.end(out)
+        self._prepare_shortcut()
+        return merged
+
+    def begin(self, attempt: Attempt) -> None:
+        """Start to run the agreed plan, with this rank's payload or with what keeps it from sending one."""
+        self.shortcut = None
+        if self.agreed is None:
+            self._describe(attempt)
+            self.agreed = attempt.signature
+        self._exchange = self._exchange_of(self.agreed, attempt.state)
+        self._channel.call(self._start, self._exchange, attempt)
+
+    def _start(self, exchange: Exchange, attempt: Attempt) -> None:
+        self._attempt, header = self._load(exchange, attempt)
+        exchange.begin(header)
+
+    def advance(self) -> None:
+        """Go on with what was begun, without waiting."""
+        self._running.advance()
+
+    @property
+    def ready(self) -> bool:
+        """Whether to begin needs nothing but messages, neither an agreement nor new buffers."""
+        return self.agreed is not None and self.agreed.wire in self._exchanges
+
+    @property
+    def _running(self) -> Exchange:
+        assert self._exchange is not None, "nothing was begun"
+        return self._exchange
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to wait for in what was begun."""
+        return self._running.over
+
+    def complete(self) -> None:
+        """Wait for the end of what was begun, and leave its result."""
+        self._running.complete()
+
+    def end(self, out: PartialState | None, meanwhile: Meanwhile = nothing) -> PartialState | None:
+        """End what was begun; ``meanwhile()`` is called during waits."""
+        while True:
+            header = self._channel.call(self._running.complete, meanwhile)
+            attempt = self._attempt
+            if header.status not in (0, OTHER):
+                self._describe(attempt)
+            # Equal digests are agreement: after a clean plan, or one to which all brought the same new signature.
+            self.agreed = attempt.signature
+            if header.status == 0:
+                return self._result(self._running, attempt, out)
+            self.begin(attempt)
+
+    def _prepare_shortcut(self) -> None:
+        """Make ready for more calls like the one that has ended."""
+        exchange, attempt = self._running, self._attempt
+        signature, state = attempt.signature, attempt.state
+        if (
+            signature is None
+            or signature.root is not None
+            or state is None
+            or not isinstance(state._packed, np.ndarray)
+        ):
+            return
+        if self._made_for != (exchange, signature, state.ops):
+            self._made = self._shortcut(exchange, state, signature)
+            self._made_for = exchange, signature, state.ops
+        self.shortcut = self._made
+
+    def _shortcut(self, exchange: Exchange, state: PartialState, signature: Signature) -> Shortcut | None:
+        """Give the short way through an exchange, where there is one."""
+        if not exchange.on_host:
+            return None
+        common = exchange, self._channel, state, signature
+        if Swap.possible(exchange.plan):
+            return Swap(*common, self._begin_again)
+        way = relay_of(exchange.plan, self._channel.rank)
+        return None if way is None else way(*common, partial(self._go_on, exchange))
+
+    def _begin_again(self, attempt: Attempt, out: PartialState | None) -> PartialState | None:
+        """Go through a step from its beginning that a shortcut has counted."""
+        self._begun = True
+        return self.merge(attempt, out)
+
+    def _go_on(self, exchange: Exchange, attempt: Attempt, out: PartialState | None) -> PartialState | None:
+        """Go on with a step that a shortcut has begun."""
+        self._exchange, self._attempt = exchange, attempt
+        merged = self.end(out)
+        self._prepare_shortcut()
+        return merged
+
+    def consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
+        """Go to the descriptions at once, having told the others so by way of the agreed plan."""
+        self.shortcut = None
+        if self.agreed is not None:
+            self._channel.call(self._exchange_of(self.agreed).run, self._step(CONSULT, 0, 0))
+        return [each.values for each in self._negotiate(lambda: description, error)]
+
+    def retire(self) -> None:
+        """Give back what its plans travel on, while the communicator lives; collective."""
+        for exchange in self._exchanges.values():
+            self._channel.retire(exchange.transport)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of buffers and shared memory, when the communicator is freed."""
+        self.shortcut = self._made = self.window = self._exchange = None
+        self._made_for = ()
+        self._exchanges.clear()
+
+    def _load(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:
+        """Take this rank's payload, if it has one that fits; give what there is to tell the others."""
+        status, state = self._status(attempt), attempt.state
+        if status == 0 and state is not None:
+            try:
+                exchange.load(state)
+            except Exception as error:  # a device may fail here, while the others can still be told
+                attempt, status = Attempt(None, None, error), ERROR
+        digest = 0 if attempt.signature is None else attempt.signature.digest
+        return attempt, self._step(status, digest, attempt.check)
+
+    def _status(self, attempt: Attempt) -> int:
+        if attempt.error is not None or attempt.signature is None:
+            return ERROR
+        return 0 if self.agreed is not None and attempt.signature.wire == self.agreed.wire else OTHER
+
+    def _step(self, status: int, digest: int, check: int) -> Header:
+        """Count a step and give its header."""
+        if not self._begun:  # by a swap
+            self._channel.steps.value += 1
+        self._begun = False
+        return Header(self._channel.step, status, digest, check)
+
+    @staticmethod
+    def _result(exchange: Exchange, attempt: Attempt, out: PartialState | None) -> PartialState | None:
+        return None if attempt.state is None else exchange.result(attempt.state, out)
+
+    def _exchange_of(self, agreed: Signature | None, state: PartialState | None = None) -> Exchange:
+        assert agreed is not None, "there is no plan to follow before the first agreement"
+        found = self._exchanges.get(agreed.wire)
+        if found is None:
+            if len(self._exchanges) >= KEPT_EXCHANGES:
+                self._channel.retire(self._exchanges.pop(next(iter(self._exchanges))).transport)
+            root, shape, dtype = agreed.wire
+            form = WireForm(shape, dtype, self._channel.wire_dtype)
+            plan, channel = self._plan(form.nbytes, root), self._channel
+            common = plan, channel.branch(), self.window, form, channel.tally
+            if channel.cards is not None:
+                found = channel.cards.exchange(self, *common)
+            elif channel.collective == "mpi":
+                found = CollectiveExchange(*common)
+            else:
+                device = state is not None and not isinstance(state._packed, np.ndarray)
+                direct = self._direct(plan, state.ops) if state is not None and device else None
+                if direct is not None:
+                    found = DirectExchange(plan, common[1], form, channel.tally, direct)
+                else:
+                    found = Exchange(*common, None, device)
+            self._exchanges[agreed.wire] = found
+        return found
+
+    def _plan(self, nbytes: int, root: int | None) -> Plan:
+        """Give the plan for states of so many bytes, once there is the room that it wants; collective."""
+        plan = self._plan_for(nbytes, root, self.shares(nbytes))
+        if any(each.shared for each in plan.rounds) and not self.make_room(nbytes):
+            plan = self._plan_for(nbytes, root, False)
+        return plan
+
+    def shares(self, nbytes: int) -> bool:
+        """Whether ranks of a host share memory for states of so many bytes, or are to, as far as is known."""
+        return self.window is not None and nbytes <= self._channel.most_room
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let states of so many bytes have room in shared memory, if they may; give whether they have; collective."""
+        if self.window is not None and self.window.room < nbytes <= self._channel.most_room:
+            channel, most = self._channel, self._channel.most_room
+            larger_than = f" for states of more than {self.window.room:,} bytes"
+            channel.most_room = self.window.room  # if there is no more, and where to be told so is an error
+            found = open_window(channel.hosts, channel.rank, channel.share, room_to_make(nbytes, most), larger_than)
+            if found is not None:
+                self.window, channel.most_room = found, most
+        return self.window is not None and nbytes <= self.window.room
+
+    def _direct(self, plan: Plan, ops: Any) -> DirectOps | None:
+        """Give ``ops`` if this rank's messages may be in its card's memory; the others need not know.
+
+        Pieces are cut on the host, numbers of 16 bit made there, and windows are there.
+        """
+        on_host = plan.pieces > 1 or self._channel.wire_dtype or any(each.shared for each in plan.rounds)
+        return ops if ops.direct in self._channel.gpu_memory.families and not on_host else None
+
+    def _describe(self, attempt: Attempt) -> None:
+        self._negotiate(lambda: Description.of_attempt(attempt), attempt.error)
+
+    def _negotiate(self, describe: Callable[[], Description], own: Exception | None) -> list[Description]:
+        """Exchange descriptions and draw the same conclusion on every rank."""
+        lanes = 0 if self.groups is None else self.groups.unagreed
+        try:
+            data = replace(describe(), lanes=lanes).encode()
+        except Exception as error:  # a description that can't be made is an error like any other
+            own = own or error
+            data = replace(Description.of_error(own), lanes=lanes).encode()
+        descriptions = [Description.decode(each) for each in self._channel.gather(data)]
+        if self.groups is not None:
+            self.groups.settle(max(each.lanes for each in descriptions))
+        conclude(descriptions, self._channel.hosts, self._channel.rank, own)
+        return descriptions
