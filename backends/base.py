@@ -6,8 +6,8 @@ A backend says which kernels run for a call, and how the states they make are me
 2. Write `reasons`: every reason why it can't run here, or can't run this call, each one sentence with the remedy
    where it is known. An empty list means that it can. Never a bare boolean: the reasons are what a user reads. Refuse
    a ``spec.on_device`` that is not yours: its arrays are in memory that the CPU must not touch.
-3. Write `prepare`: choose kernels for a `treeattn.arguments.inputs.Spec` (shapes, dtypes, strides, options; hashable,
-   so results may be cached by it) and return a function of the call's `treeattn.arguments.inputs.Args`, whose
+3. Write `prepare`: choose kernels for a `treeattn.arguments.spec.Spec` (shapes, dtypes, strides, options; hashable,
+   so results may be cached by it) and return a function of the call's `treeattn.arguments.spec.Args`, whose
    docstrings say what is set when. It is called once per decode step with arrays that match the spec; only the number
    of keys may differ from step to step. It may assume that everything was validated: axes are (batch, heads, tokens,
    width) whatever the layout, arrays may be read-only, have any strides and no keys at all. It must not use a key or
@@ -62,7 +62,7 @@ from treeattn.backends.memory import HostMemory, KVMemory
 from treeattn.state_ops import StateOps
 
 if TYPE_CHECKING:
-    from treeattn.arguments.inputs import Args, Spec
+    from treeattn.arguments.spec import Args, Spec
 
 __all__ = ["Attend", "Backend", "Capabilities", "Prepared", "StateOps"]
 

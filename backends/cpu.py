@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treeattn.arguments.inputs import Spec
+from treeattn.arguments.spec import Spec
 from treeattn.backends.base import Attend, Backend, Prepared
 from treeattn.backends.host import HostOps, host_reasons
 

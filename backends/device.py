@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn.arguments.devices import broadcast, on_device
-from treeattn.arguments.inputs import Args, Spec
 from treeattn.arguments.positions import Consecutive
+from treeattn.arguments.spec import Args, Spec
 from treeattn.backends.base import Backend, Capabilities, Prepared
 from treeattn.backends.device_memory import DeviceMemory
 from treeattn.backends.device_ops import DeviceOps

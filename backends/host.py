@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arguments.inputs import Spec
+from treeattn.arguments.spec import Spec
 from treeattn.kernels import combine, wire_rows
 from treeattn.wire_form import WireForm
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.arguments.inputs import Args, Spec
+from treeattn.arguments.spec import Args, Spec
 from treeattn.backends.base import Backend, Prepared
 from treeattn.backends.host import HostOps, host_reasons
 from treeattn.kernels import reference

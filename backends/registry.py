@@ -13,7 +13,7 @@ from treeattn.backends.base import Backend
 from treeattn.errors import BackendError, InputError
 
 if TYPE_CHECKING:
-    from treeattn.arguments.inputs import Spec
+    from treeattn.arguments.spec import Spec
 
 __all__ = ["available", "find", "following", "home_of", "names", "notes"]
 

@@ -19,7 +19,8 @@ from kernel_samples import add
 from rich.console import Console
 from rich.table import Table
 
-from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Options
 from treeattn.backends.registry import find
 from treeattn.kernels import threads
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from kernel_cases import Case, options_of
 
 import treeattn
-from treeattn.arguments.inputs import Args, Options, Spec, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Args, Options, Spec
 from treeattn.backends.registry import find
 
 __all__ = ["PEERS", "Form", "UnsupportedError", "extra_bytes"]

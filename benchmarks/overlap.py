@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import treeattn
-from treeattn.arguments.inputs import Options
+from treeattn.arguments.spec import Options
 from treeattn.backends.registry import Backend, find
 from treeattn.launch import install_abort_hook
 from treeattn.transports.mpi_transport import MpiTransport

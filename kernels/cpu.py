@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arguments.arrays import narrow_dtype
-from treeattn.arguments.inputs import Args, Spec
+from treeattn.arguments.spec import Args, Spec
 from treeattn.kernels import combine, streaming
 from treeattn.kernels.array_objects import check_objects
 from treeattn.kernels.call import CALL, STORAGES

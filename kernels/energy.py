@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arguments.inputs import Args, Spec
+from treeattn.arguments.spec import Args, Spec
 from treeattn.kernels.plain import dequantised, logits
 from treeattn.kernels.reference import row_length
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arguments.inputs import Args, Spec
+from treeattn.arguments.spec import Args, Spec
 
 __all__ = ["dequantised", "finish", "logits", "only_finite", "partial", "row_length", "seen_keys"]
 

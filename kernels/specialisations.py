@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from llvmlite import binding
 
-from treeattn.arguments.inputs import Spec
+from treeattn.arguments.spec import Spec
 from treeattn.kernels import many_softmax, softmax, visibility, widen
 from treeattn.kernels.call import STORAGES
 from treeattn.kernels.loads import EIGHTS, EVENS, PAIRED, UNITS, can_widen, padded, stored_bytes

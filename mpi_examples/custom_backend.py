@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import treeattn
-from treeattn.arguments.inputs import Args, Spec
+from treeattn.arguments.spec import Args, Spec
 from treeattn.backends import Backend, HostOps, Prepared
 from treeattn.errors import BackendError
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import errors
-from treeattn.arguments.inputs import Options
+from treeattn.arguments.spec import Options
 from treeattn.baselines import BASELINES, Ulysses, _ring, paper
 from treeattn.baselines._call import Call
 from treeattn.baselines._schedule import Schedule

@@ -29,8 +29,8 @@ from treeattn.planning.planner import plan_allreduce
 from treeattn.testing import FakeBackend, over_the_wire, run_ranks
 from treeattn.testing.oracle import assert_close, dense, tolerance
 from treeattn.testing.ranks import ThreadTransport
-from treeattn.transports import mpi_transport
 from treeattn.transports.base import Silence
+from treeattn.transports.mpi_ending import watched
 from treeattn.wrapping import as_tree_comm, team_of
 
 RADIX = st.sampled_from([None, 2, 3])
@@ -172,7 +172,7 @@ def test_long_states_go_in_parts(plan, arrival, monkeypatch):
 
 
 def test_long_states_are_counted_by_parts_and_a_rank_without_one_keeps_nobody_waiting(monkeypatch):
-    for module in ("rounds", "plan"):
+    for module in ("execution.rounds", "planning.plan"):
         monkeypatch.setattr(f"treeattn.{module}.LARGEST_MESSAGE", 50)
     states = states_of(2)
 
@@ -670,7 +670,7 @@ def test_ranks_that_do_not_end_are_reported():
 
 
 def test_a_deadline_that_no_timer_can_wait_for_is_watched_for():
-    with mpi_transport._watched(1e300, "a call"):
+    with watched(1e300, "a call"):
         (watch,) = (each for each in threading.enumerate() if isinstance(each, threading.Timer))
         watch.join(0.05)
         assert watch.is_alive()

@@ -12,7 +12,7 @@ import pytest
 
 import treeattn
 from treeattn import errors
-from treeattn.arguments.inputs import Options
+from treeattn.arguments.spec import Options
 from treeattn.costs.catalog import Link, Model
 from treeattn.costs.choosing import candidates
 from treeattn.costs.forecast import Cluster, Demand, forecast

@@ -14,7 +14,7 @@ import pytest
 
 import treeattn
 from treeattn import cli, errors
-from treeattn.arguments.inputs import Options
+from treeattn.arguments.spec import Options
 from treeattn.cli.plan import SHOWN
 from treeattn.costs.catalog import DEVICES, LINKS, MODELS, Link, Model, look_up
 from treeattn.costs.forecast import ALGORITHMS, EFFICIENCY, Cluster, Demand, forecast, smallest_fit

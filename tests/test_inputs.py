@@ -12,8 +12,9 @@ import pytest
 
 import treeattn
 from treeattn.arguments import inputs
-from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.inputs import resolve
 from treeattn.arguments.positions import POSITION_LIMIT, Consecutive
+from treeattn.arguments.spec import Options
 from treeattn.errors import InputError
 
 B, HQ, HKV, TQ, TK, D, DV = 2, 4, 2, 3, 10, 8, 6

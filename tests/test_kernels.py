@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import treeattn
-from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Options
 from treeattn.kernels import array_objects, cpu, threads
 from treeattn.kernels.plain import partial as plain_partial
 from treeattn.kernels.processors import fair_share

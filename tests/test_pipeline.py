@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import ShardedKVCache, TreeComm
-from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Options
 from treeattn.errors import CommError, InputError
 from treeattn.local import run_backend
 from treeattn.pipeline import parts_of

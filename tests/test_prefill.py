@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import errors
-from treeattn.arguments.inputs import Options
+from treeattn.arguments.spec import Options
 from treeattn.prompt import ALGORITHMS
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention

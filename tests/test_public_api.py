@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import treeattn
-from treeattn.arguments.inputs import Options
+from treeattn.arguments.spec import Options
 
 ROOT = Path(treeattn.__file__).parent
 PUBLIC = [

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arguments.checks import check_whole, refuse_copies
-from treeattn.arguments.inputs import Options
+from treeattn.arguments.spec import Options
 from treeattn.caching.cache_spec import CacheSpec
 from treeattn.caching.deferral import Deferral
 from treeattn.caching.stock import Stock

@@ -14,7 +14,8 @@ import numpy as np
 from treeattn.arguments.arrays import to_array
 from treeattn.arguments.checks import check_flag, check_root
 from treeattn.arguments.devices import fetch, on_device
-from treeattn.arguments.inputs import Options, Spec, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Options, Spec
 from treeattn.arguments.state_arguments import sink_logits
 from treeattn.errors import InputError
 from treeattn.execution.agreement import Attempt, Signature

@@ -132,7 +132,7 @@ def _mpi_library(name: str) -> Check:
 
 def loaded_mpi() -> str:
     """Give MPI's own name and the file that it was loaded from."""
-    from treeattn.transports.mpi_transport import import_mpi
+    from treeattn.transports.mpi_library import import_mpi
 
     said = import_mpi().Get_library_version().strip("\0").splitlines()[0]
     name = " ".join(said.partition(", package")[0].split())

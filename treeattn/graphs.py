@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from treeattn.arguments.devices import on_device
-from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.inputs import resolve
 from treeattn.arguments.positions import Consecutive
+from treeattn.arguments.spec import Options
 from treeattn.backends.registry import find, following
 from treeattn.errors import BackendError, InputError
 from treeattn.state import PartialState

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from treeattn.arguments.arrays import FLOAT_DTYPES, as_array, cast, dtype_name, narrow_dtype, to_numpy
 from treeattn.arguments.checks import check_flag
 from treeattn.arguments.devices import fetch, give, kind_of, on_device
-from treeattn.arguments.inputs import Args, Options, Spec, resolve, to_bhtd
+from treeattn.arguments.inputs import resolve, to_bhtd
+from treeattn.arguments.spec import Args, Options, Spec
 from treeattn.arguments.state_arguments import sink_logits
 from treeattn.backends.base import Attend, Backend, Prepared
 from treeattn.backends.registry import DEFAULT, find, following, load

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.arguments.inputs import Args, Spec
+from treeattn.arguments.spec import Args, Spec
 from treeattn.errors import InputError
 from treeattn.local import backend_of, run_backend
 from treeattn.state import PartialState

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arguments.checks import check_whole
-from treeattn.arguments.inputs import Options
 from treeattn.arguments.positions import POSITION_LIMIT
+from treeattn.arguments.spec import Options
 from treeattn.baselines import BASELINES, Baseline
 from treeattn.errors import InputError
 from treeattn.ranks.team import Team

@@ -46,9 +46,9 @@ def as_tree_comm(comm: Any) -> TreeComm:
 def _wrapped(comm: Any) -> TreeComm:
     if comm is not None and "mpi4py.MPI" not in sys.modules:  # it can't be a communicator: don't start MPI to ask
         raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=type(comm).__name__)
-    from treeattn.transports import mpi_transport  # here, so that one process needs no MPI
+    from treeattn.transports.mpi_library import cached_on  # here, so that one process needs no MPI
 
-    return mpi_transport.cached_on(comm, TreeComm, lambda found: not found._team.channel.freed, _end)
+    return cached_on(comm, TreeComm, lambda found: not found._team.channel.freed, _end)
 
 
 def _end(made: TreeComm) -> None:

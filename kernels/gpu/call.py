@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arguments.inputs import Args, Spec
 from treeattn.arguments.positions import Consecutive
+from treeattn.arguments.spec import Args, Spec
 from treeattn.errors import BackendError
 from treeattn.kernels.gpu.source import MAX_SOURCES
 from treeattn.kernels.gpu.table import TYPES, Specialisation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from treeattn.arguments.inputs import Spec
+from treeattn.arguments.spec import Spec
 from treeattn.kernels.gpu.source import MAX_SPLITS, THREADS
 from treeattn.kernels.gpu.targets import Target
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.arguments.inputs import Args, Spec
+from treeattn.arguments.spec import Args, Spec
 from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.call import is_wide, pack_call
 from treeattn.kernels.gpu.table import Specialisation, choose

@@ -15,7 +15,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Options
 from treeattn.kernels.gpu import offline, source
 from treeattn.kernels.gpu.table import Specialisation, choose
 from treeattn.kernels.gpu.targets import target_of

@@ -15,7 +15,8 @@ import pytest
 from fake_card import FakeCard, FakeCardBackend, FaultingArray
 
 import treeattn
-from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Options
 from treeattn.backends import cupy_runtime, registry
 from treeattn.backends.auto import AutoBackend
 from treeattn.errors import BackendError, InputError

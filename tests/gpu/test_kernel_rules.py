@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Options
 from treeattn.kernels import reference
 from treeattn.kernels.gpu import source
 from treeattn.kernels.gpu.targets import Target, target_of

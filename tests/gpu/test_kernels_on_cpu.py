@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Options
 from treeattn.kernels import reference
 from treeattn.kernels.gpu.call import is_wide
 from treeattn.kernels.gpu.table import Specialisation, choose

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeattn.arguments.inputs import Options, Spec, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Options, Spec
 from treeattn.kernels.gpu.source import MAX_SPLITS, THREADS
 from treeattn.kernels.gpu.splits import split_count
 from treeattn.kernels.gpu.table import TYPES, choose, without_tensor_cores

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 import treeattn
-from treeattn.arguments.inputs import Options
+from treeattn.arguments.spec import Options
 from treeattn.baselines import BASELINES, Ulysses
 from treeattn.launch import install_abort_hook
 from treeattn.testing.oracle import assert_attention

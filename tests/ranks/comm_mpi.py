@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import treeattn
 from treeattn.errors import CommError, RankTimeout
-from treeattn.transports import mpi_transport
+from treeattn.transports.mpi_ending import live
 from treeattn.transports.mpi_transport import MpiTransport
 from treeattn.wrapping import as_tree_comm, team_of
 
@@ -53,12 +53,12 @@ def bare():
 
 def freed_with_theirs(world):
     """What stays of communicators that were passed to calls, and freed; what a cache over another one then gives."""
-    before = len(mpi_transport._live)
+    before = len(live)
     for _ in range(3):
         passed = world.Dup()
         as_tree_comm(passed).allreduce(state(0))
         passed.Free()
-    left = len(mpi_transport._live) - before
+    left = len(live) - before
     passed, ones = world.Dup(), np.ones((1, 1, 1, 2), np.float32)
     cache = treeattn.ShardedKVCache(passed, batch=1, kv_heads=1, head_dim=2, capacity=9)
     passed.Free()

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from treeattn.arguments.checks import check_flag, check_root
-from treeattn.arguments.inputs import Args, Options, Spec, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Args, Options, Spec
 from treeattn.arguments.state_arguments import sink_logits
 from treeattn.backends.base import Backend
 from treeattn.backends.registry import find, following

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arguments.inputs import Args, Spec
+from treeattn.arguments.spec import Args, Spec
 from treeattn.backends.base import Backend
 from treeattn.baselines._parcel import Manifest, Parcel
 from treeattn.local import run_backend

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arguments.arrays import dtype_name, narrow_dtype
-from treeattn.arguments.inputs import Args, KVView, Spec
+from treeattn.arguments.spec import Args, KVView, Spec
 from treeattn.steps.wire import Wire, pieces
 
 __all__ = ["Manifest", "Parcel", "Part", "Slot"]

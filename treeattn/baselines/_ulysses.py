@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arguments.inputs import Spec
+from treeattn.arguments.spec import Spec
 from treeattn.baselines._baseline import Baseline, Cost, Problem
 from treeattn.baselines._call import Call
 from treeattn.baselines._parcel import Parcel, Slot

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from treeattn.arguments.arrays import FLOAT_DTYPES, as_array, known_dtype, narrow_dtype
 from treeattn.arguments.checks import LARGEST, check_size
-from treeattn.arguments.inputs import Layout, check_layout, to_bhtd
+from treeattn.arguments.inputs import check_layout, to_bhtd
+from treeattn.arguments.spec import Layout
 from treeattn.errors import InputError
 
 __all__ = ["CacheSpec"]

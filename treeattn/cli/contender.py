@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import treeattn
-from treeattn.arguments.inputs import Options
+from treeattn.arguments.spec import Options
 from treeattn.baselines import BASELINES, Baseline, Ulysses
 from treeattn.costs.model import CostModel
 from treeattn.costs.pricing import cost

@@ -14,7 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from treeattn.arguments.arrays import FLOAT_DTYPES
-from treeattn.arguments.inputs import LAYOUTS
+from treeattn.arguments.spec import LAYOUTS
 from treeattn.errors import InputError
 from treeattn.launch import launched, run
 from treeattn.planning.planner import BY_MODEL

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arguments.arrays import narrow_dtype
-from treeattn.arguments.inputs import Options, resolve
+from treeattn.arguments.inputs import resolve
+from treeattn.arguments.spec import Options
 from treeattn.errors import InputError
 
 if TYPE_CHECKING:

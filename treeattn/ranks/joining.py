@@ -105,15 +105,18 @@ def _open_transport(comm: Any, timeout: Any) -> Transport:
     if comm is not None and "mpi4py.MPI" not in sys.modules:
         expected = "None, an mpi4py communicator or a Transport"
         raise InputError.of("comm", expected=expected, got=type(comm).__name__)
-    from treeattn.transports import mpi_transport  # here, so that one process needs no MPI
+    from treeattn.transports.mpi_transport import (  # here, so that one process needs no MPI
+        MpiTransport,
+        world_transport,
+    )
 
     try:
         seconds = timeout_of(timeout)
     except InputError:
         seconds = DEFAULT_TIMEOUT
     if comm is None:
-        return mpi_transport.world_transport(seconds)
-    return mpi_transport.MpiTransport.duplicate(comm, seconds)
+        return world_transport(seconds)
+    return MpiTransport.duplicate(comm, seconds)
 
 
 _notes: WeakKeyDictionary[Transport, dict[Any, Any]] = WeakKeyDictionary()
@@ -125,9 +128,9 @@ def _notes_on(comm: Any) -> dict[Any, Any]:
         return _notes.setdefault(comm, {})
     if comm is None and not under_launcher():
         return {}
-    from treeattn.transports import mpi_transport  # here, so that one process needs no MPI
+    from treeattn.transports.mpi_library import cached_on  # here, so that one process needs no MPI
 
-    return mpi_transport.cached_on(comm, lambda _: dict[Any, Any](), lambda _: True, kind="notes")
+    return cached_on(comm, lambda _: dict[Any, Any](), lambda _: True, kind="notes")
 
 
 def under_launcher() -> bool:

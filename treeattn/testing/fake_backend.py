@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.arguments.inputs import Args, Spec
+from treeattn.arguments.spec import Args, Spec
 from treeattn.backends.base import Backend, Prepared
 from treeattn.backends.host import HostOps, StagedOps
 from treeattn.kernels import reference

