@@ -245,7 +245,8 @@ def test_nothing_is_left():
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from treeattn import TreeComm, window
+from treeattn import TreeComm
+from treeattn.execution import window
 from treeattn.testing import run_ranks
 
 window.FOLDER = Path(sys.argv[1])
