@@ -16,7 +16,7 @@ from numba import types as _types
 
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.memory import fence, itemsize, load_acquire, nanoseconds, next_task, pointer, store_release
-from treeattn.kernels.wire_rows import merge_to_state, pack_rows, room
+from treeattn.kernels.wire_rows import Address, merge_to_state, pack_rows, room
 from treeattn.kernels.wire_storage import KINDS, row_bytes
 from treeattn.wire_form import WireForm
 
@@ -212,7 +212,7 @@ def _swap(state: Array, out: Array, slots: Array, own: Array, dtype: Any, kind: 
 
 @inline
 def _merge_together(
-    out: int, sources: Array, shifted: Array, rows: int, width: int, space: int, common: int, parts: int,
+    out: Address, sources: Array, shifted: Array, rows: int, width: int, space: int, common: int, parts: int,
     spins: int, yields: int, dtype: Any, kind: Any,
 ) -> bool:  # fmt: skip
     """Merge parts of the rows, as many as this rank gets hold of, and copy all; false where others don't end theirs."""
@@ -274,7 +274,7 @@ def raise_flag(flag: int, use: int) -> None:
 
 
 @inline
-def copy_words(target: int, source: int, size: int) -> None:
+def copy_words(target: Address, source: Address, size: int) -> None:
     """Copy a multiple of 4 bytes."""
     to, words = pointer(np.int64(target), np.uint32), pointer(np.int64(source), np.uint32)
     for word in range(size // 4):

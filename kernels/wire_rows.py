@@ -34,6 +34,7 @@ from treeattn.kernels.wire_storage import (
 from treeattn.wire_form import WireForm
 
 __all__ = [
+    "Address",
     "merge_to_state",
     "operator_at",
     "pack_rows",
@@ -46,6 +47,7 @@ __all__ = [
 
 Array: TypeAlias = npt.NDArray[Any]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Address: TypeAlias = "int | np.int64"
 
 # log2 e in three parts. The first two have 26 bits, so that their products with half of a double's bits are exact.
 _LOG2E = 1442695040888963407359924681001892137 * 2**160 // 10**36
@@ -164,7 +166,7 @@ _UNPACK = {name: _unpack_of(*both) for name, both in KINDS.items()}
 
 
 @inline
-def pack_rows(wire: int, packed: int, rows: int, width: int, space: int, dtype: Any, kind: Any) -> None:
+def pack_rows(wire: int, packed: Address, rows: int, width: int, space: int, dtype: Any, kind: Any) -> None:
     """Write the wire rows of a state; ``space`` is `room`."""
     size, wire_size = width * itemsize(dtype), row_bytes(width, dtype, kind)
     exponents, scales = pointer(space, np.float64), pointer(space + 8 * rows, np.float64)
@@ -210,7 +212,7 @@ def merge_rows(out: int, sources: Array, rows: int, width: int, space: int, dtyp
 
 
 @inline
-def merge_to_state(out: int, sources: Array, rows: int, width: int, space: int, dtype: Any, kind: Any) -> None:
+def merge_to_state(out: Address, sources: Array, rows: int, width: int, space: int, dtype: Any, kind: Any) -> None:
     """Merge wire rows to a state, with the bits that `merge_rows` and then unpacking have."""
     size, wire_size, count = width * itemsize(dtype), row_bytes(width, dtype, kind), sources.size
     exponents, scales = pointer(space, np.float64), pointer(space + 8 * rows, np.float64)

@@ -116,7 +116,7 @@ def _no_shift(o: Any, scale: Any, l: Any, count: int, kind: Any) -> Any:  # noqa
 
 
 def _shift_into_range(o: Any, scale: Any, l: Any, count: int, kind: Any) -> Any:  # noqa: E741
-    largest = 0
+    largest: Any = 0
     for j in range(count):
         bits = np.int32(np.float32(scale * o[j]).view(np.int32) & 0x7FFFFFFF)
         largest = max(largest, bits if bits < 0x7F800000 else 0)

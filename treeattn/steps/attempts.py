@@ -44,12 +44,14 @@ class Attempts:
     def _signature(self, operation: str, root: int | None, state: Any) -> Signature:
         if not isinstance(state, PartialState):
             raise InputError.of("state", expected="a PartialState", got=type(state).__name__)
-        key = operation, root, state._packed.shape, state._packed.dtype
+        batch, heads, tokens, width = state._packed.shape
+        shape = batch, heads, tokens, width
+        key = operation, root, shape, state._packed.dtype
         found = self._signatures.get(key)
         if found is None:
             check_travels(state.dtype.name, self._channel.wire_dtype)
             fields = (("state.shape", state.shape), ("state.dtype", state.dtype.name))
-            found = Signature(operation, root, fields, state._packed.shape, state.dtype.name)
+            found = Signature(operation, root, fields, shape, state.dtype.name)
             self._signatures[key] = found
         return found
 
