@@ -21,8 +21,10 @@ from typing import Any
 import click
 
 from gguf_llama.errors import LlamaError
+from treeattn.cli.options import file_option
+from treeattn.cli.output import open_streams
 from treeattn.errors import InputError, TreeattnError
-from treeattn.launch import install_abort_hook, launched
+from treeattn.launch import abort, install_abort_hook, launched
 from treeattn.launch import run as run_on_ranks
 
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -51,7 +53,7 @@ def labels(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option("--chunk", type=click.IntRange(min=1), default=512, show_default=True, help="Prompt tokens at a time.")
 @click.option("--hosts", metavar="a,a,b,b", callback=labels, help="Pretend that the ranks are on these hosts.")
 @click.option("--plan", default="default", show_default=True, help="Name of a plan, or radices INSIDE,BETWEEN.")
-@click.option("--json", type=Path, help="Write prompt_ids, new_ids, text, times and memory here.")
+@file_option("--json", "json", "Write prompt_ids, new_ids, text, times and memory here.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Start mpirun with this many ranks.")
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
 def generate(ranks: int | None, debug: bool, **options: Any) -> int:
@@ -73,21 +75,35 @@ def generate(ranks: int | None, debug: bool, **options: Any) -> int:
 
 
 def main() -> None:
-    """Run the command; what the user can put right ends in one sentence, from rank 0."""
+    """Run the command; what the user can put right ends in one sentence, from rank 0 or the rank that it is about."""
+    open_streams()
     install_abort_hook()
     try:
         status = generate.main(standalone_mode=False)
-    except (click.ClickException, LlamaError, TreeattnError) as error:
+    except click.Abort:  # Ctrl-C
+        status = 130
+    except (click.ClickException, LlamaError, TreeattnError, OSError, MemoryError) as error:
         if "--debug" in sys.argv:
             raise
-        # These come up on every rank alike. Rank 0 alone speaks and fails: a launcher ends all ranks at the first
-        # that fails, and the sentence might be lost.
-        here = launched()
-        status = 0 if here is not None and here.rank > 0 else 1
-        if status:
-            text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-            print(f"llama_generate: {' '.join(text.split())}", file=sys.stderr, flush=True)
+        status = fail(error)
     raise SystemExit(status)
+
+
+def fail(error: Exception) -> int:
+    """Say what is wrong, and give the exit status."""
+    text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    if isinstance(error, OSError) and error.filename:
+        text = f"{error.filename}: {error.strerror}"
+    sentence = f"llama_generate: {' '.join(text.split())}"
+    if isinstance(error, (OSError, MemoryError)):  # the other ranks know nothing of it
+        abort(sentence)
+    # The others come up on every rank alike. Rank 0 alone speaks and fails: a launcher ends all ranks at the first
+    # that fails, and the sentence might be lost.
+    here = launched()
+    if here is not None and here.rank > 0:
+        return 0
+    print(sentence, file=sys.stderr, flush=True)
+    return 1
 
 
 if __name__ == "__main__":

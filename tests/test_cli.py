@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -374,6 +376,39 @@ def test_what_all_ranks_would_refuse_is_refused_before_any_is_started(treeattn, 
     assert ended.status == 1
     assert ended.err.startswith(f"treeattn: {sentence}")
     assert len(ended.err.splitlines()) == 1
+
+
+class Full(io.StringIO):
+    """A disk on which no room is left, as Python tells when what it keeps goes there."""
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("options", [(), ("--json", "-")], ids=str)
+def test_a_full_standard_output_is_named(treeattn, monkeypatch, options):
+    monkeypatch.setattr(sys, "stdout", Full())
+    ended = treeattn("topology", *options)
+    assert ended.status == 1
+    assert ended.err == "treeattn: standard output: No space left on device\n"
+
+
+CLOSED = """
+import atexit, os
+from treeattn import cli
+
+def look():
+    places = [os.path.realpath(f"/proc/self/fd/{each}") for each in (1, 2)]
+    os._exit(places != ["/dev/null"] * 2)
+
+atexit.register(look)
+cli.main(["topology"])
+"""
+
+
+def test_what_is_printed_to_closed_streams_goes_to_no_file_opened_later():
+    command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", CLOSED]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
 
 
 def test_a_surprise_is_one_sentence_and_with_debug_a_traceback(treeattn, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gguf_llama.errors import LlamaError
@@ -53,27 +54,27 @@ class Config:
         LlamaError
             It is not a Llama model, or one with something that is not computed here.
         """
-        architecture = file.get("general.architecture")
+        architecture = file.get("general.architecture", str)
         if architecture != "llama":
             raise LlamaError(f"{file.path} holds a model of architecture {architecture!r}; only 'llama' runs here")
-        if file.get("llama.expert_count", 0):
+        if file.get("llama.expert_count", int, 0):
             raise LlamaError(f"{file.path} holds a mixture of experts; only dense Llama models run here")
-        width = file.get("llama.embedding_length")
-        heads = _uniform(file, "llama.attention.head_count")
-        head_dim = file.get("llama.attention.key_length", width // heads)
+        width = _count(file, "llama.embedding_length")
+        heads = _count(file, "llama.attention.head_count")
+        head_dim = _count(file, "llama.attention.key_length", width // heads)
         config = cls(
-            layers=file.get("llama.block_count"),
+            layers=_count(file, "llama.block_count"),
             width=width,
-            hidden=_uniform(file, "llama.feed_forward_length"),
+            hidden=_count(file, "llama.feed_forward_length"),
             heads=heads,
-            kv_heads=_uniform(file, "llama.attention.head_count_kv", heads),
+            kv_heads=_count(file, "llama.attention.head_count_kv", heads),
             head_dim=head_dim,
-            v_head_dim=file.get("llama.attention.value_length", head_dim),
-            vocab=len(file.get("tokenizer.ggml.tokens")),
-            context=file.get("llama.context_length"),
-            norm_eps=file.get("llama.attention.layer_norm_rms_epsilon"),
-            rope_dims=file.get("llama.rope.dimension_count", head_dim),
-            rope_base=file.get("llama.rope.freq_base", 10000.0),
+            v_head_dim=_count(file, "llama.attention.value_length", head_dim),
+            vocab=len(file.get_all("tokenizer.ggml.tokens", str)),
+            context=_count(file, "llama.context_length"),
+            norm_eps=_number(file, "llama.attention.layer_norm_rms_epsilon"),
+            rope_dims=_count(file, "llama.rope.dimension_count", head_dim),
+            rope_base=_number(file, "llama.rope.freq_base", 10000.0),
             rope_factor=_rope_factor(file),
         )
         config._check(file)
@@ -86,20 +87,30 @@ class Config:
             raise LlamaError(f"{file.path} rotates {self.rope_dims} of a head's {self.head_dim} components")
 
 
-def _uniform(file: GGUFFile, key: str, default: int | None = None) -> int:
-    """Read a number that some models give per layer; it must be the same in all."""
-    value = file.get(key) if default is None else file.get(key, default)
+def _count(file: GGUFFile, key: str, default: int | None = None) -> int:
+    """Read a positive number; some models give it per layer, and it must be the same in all."""
+    value = file.get(key, (int, list), *([] if default is None else [default]))
     values = set(value) if isinstance(value, list) else {value}
     if len(values) != 1:
         raise LlamaError(f"{file.path}: {key} differs from layer to layer, which is not supported here")
-    return int(values.pop())
+    (count,) = values
+    if not isinstance(count, int) or count < 1:
+        raise LlamaError(f"{file.path}: {key}: expected a positive number, got {count!r}")
+    return count
+
+
+def _number(file: GGUFFile, key: str, *default: float) -> float:
+    value = float(file.get(key, (int, float), *default))
+    if not 0 < value < math.inf:
+        raise LlamaError(f"{file.path}: {key}: expected a positive number, got {value}")
+    return value
 
 
 def _rope_factor(file: GGUFFile) -> float:
-    kind = file.get("llama.rope.scaling.type", "none")
+    kind = file.get("llama.rope.scaling.type", str, "none")
     if kind == "none":
         # Files from before the typed keys have only this one, and mean linear scaling by it.
-        return float(file.get("llama.rope.scale_linear", 1.0))
+        return _number(file, "llama.rope.scale_linear", 1.0)
     if kind != "linear":
         raise LlamaError(f"{file.path} scales rotary positions by {kind!r}, which is not supported here")
-    return float(file.get("llama.rope.scaling.factor"))
+    return _number(file, "llama.rope.scaling.factor")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gguf_llama.config import Config
+from gguf_llama.errors import LlamaError
 from gguf_llama.model import Llama
 from gguf_llama.processes import Processes
 from treeattn import ShardedKVCache, TreeComm
@@ -132,6 +133,11 @@ class Generation:
         ----------
         logits : array (vocab,)
             From `prefill`.
+
+        Raises
+        ------
+        LlamaError
+            On every rank, where the first logits are no numbers.
         """
         started = time.perf_counter()
         choose = self._choice(logits)
@@ -160,8 +166,10 @@ class Generation:
         Where they don't (another processor has other matrix kernels), a near tie could send ranks apart: rank 0
         chooses for all there.
         """
-        checksum = np.array([zlib.crc32(logits.tobytes())])
-        checksums = self.attention.processes.gather_rows(checksum, [1] * self._tree.size)
+        told = np.array([[zlib.crc32(logits.tobytes()), np.isfinite(logits).all()]])
+        checksums, finite = self.attention.processes.gather_rows(told, [1] * self._tree.size).T
+        if not finite.all():
+            raise LlamaError("the logits are not numbers: the model's file may be damaged")
         if (checksums == checksums[0]).all():
             return lambda logits: int(logits.argmax())
         return lambda logits: int(self._tree.bcast(np.array([logits.argmax()]), root=0)[0])

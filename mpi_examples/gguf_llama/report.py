@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gguf_llama.processes import Processes
+from treeattn.cli.output import writing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -111,8 +112,9 @@ class AnswerStream:
         return text
 
     def _print(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        with writing("standard output"):
+            sys.stdout.write(text)
+            sys.stdout.flush()
         self._written += text
 
 

@@ -20,6 +20,7 @@ from gguf_llama.report import AnswerStream, Memory, Times, as_json, gather_memor
 from gguf_llama.task import Question, Task
 from gguf_llama.weights import Weights, load
 from treeattn import TreeComm
+from treeattn.cli.output import writing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,7 +42,7 @@ class Setup:
         Prompt tokens that all ranks together work on at a time.
     hosts, plan
         As in `treeattn.TreeComm`.
-    json : Path or None
+    json : str or None
         Where rank 0 writes the results.
     """
 
@@ -49,7 +50,7 @@ class Setup:
     chunk: int
     hosts: tuple[str, ...] | None
     plan: str
-    json: Path | None
+    json: str | None
 
 
 def run(question: Question, setup: Setup) -> None:
@@ -124,7 +125,7 @@ def _answer(task: Task, generation: Generation, chunk: int, tokenizer: Tokenizer
     return new_ids, stream.finish() if stream else ""
 
 
-def _write(file: Path, task: Task, new_ids: list[int], text: str, times: Times, memory: list[Memory]) -> None:
+def _write(file: str, task: Task, new_ids: list[int], text: str, times: Times, memory: list[Memory]) -> None:
     results = {
         "prompt_ids": task.prompt,
         "new_ids": new_ids,
@@ -132,4 +133,5 @@ def _write(file: Path, task: Task, new_ids: list[int], text: str, times: Times, 
         "times": times.as_dict(),
         "memory": as_json(memory),
     }
-    file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    with writing(file):
+        Path(file).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

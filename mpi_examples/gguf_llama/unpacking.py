@@ -61,6 +61,11 @@ class _Piece:
     rows: int
     columns: int
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the GGUF file: one row is a vector there."""
+        return (self.columns,) if self.rows == 1 else (self.rows, self.columns)
+
 
 def unpack(model: Path, targets: Sequence[str]) -> Unpacked:
     """Dequantise ``model`` into the first of the files ``targets`` that has room.
@@ -74,7 +79,10 @@ def unpack(model: Path, targets: Sequence[str]) -> Unpacked:
     """
     file = GGUFFile(model)
     config = Config.of(file)
-    pieces = list(_pieces(config, file.names))
+    pieces = []
+    for piece in _pieces(config, file.names):  # before anything is made as large as the file says
+        file.check(piece.source, piece.shape)
+        pieces.append(piece)
     if unknown := file.names - {piece.source for piece in pieces}:
         raise LlamaError(f"{model} has tensors that are not supported here, such as {min(unknown)}")
     vocabulary = Vocabulary.of(file)
@@ -133,5 +141,5 @@ def _write(file: GGUFFile, pieces: list[_Piece], target: str) -> None:
     offset = 0
     for piece in pieces:  # in the order of their places: what goes into one tensor follows one another
         numbers = flat[offset : offset + piece.rows * piece.columns]
-        file.read(piece.source, numbers if piece.rows == 1 else numbers.reshape(piece.rows, piece.columns))
+        file.read(piece.source, numbers.reshape(piece.shape))
         offset += len(numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import llama_generate
 from gguf_llama.config import Config
 from gguf_llama.errors import LlamaError
 from gguf_llama.gguf_file import GGUFFile
@@ -28,6 +30,16 @@ WRONG_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "experts": ({"llama.expert_count": 8}, {}, "mixture of experts"),
     "another scaling": ({"llama.rope.scaling.type": "yarn"}, {}, "'yarn'"),
     "no number of layers": ({"llama.block_count": None}, {}, "no llama.block_count"),
+    "no layer": ({"llama.block_count": 0}, {}, "block_count: expected a positive number, got 0"),
+    "layers that are not there": ({"llama.block_count": 2**31}, {}, "no tensor blk.2.attn_norm.weight"),
+    "no head": ({"llama.attention.head_count": 0}, {}, "head_count: expected a positive number, got 0"),
+    "a number that is text": ({"llama.context_length": "64"}, {}, "context_length: expected int or list, got '64'"),
+    "no number": ({"llama.rope.freq_base": float("nan")}, {}, "freq_base: expected a positive number, got nan"),
+    "tokens that are no text": ({"tokenizer.ggml.tokens": [1, 2]}, {}, "expected an array of str, got 1 in it"),
+    "kinds of fewer tokens": ({"tokenizer.ggml.token_type": [1]}, {}, "expected one for each of 266 tokens, got 1"),
+    "a merge of no tokens": ({"tokenizer.ggml.merges": ["a ä€"]}, {}, r"expected pairs .* got \('a', 'ä€'\)"),
+    "an end that is no token": ({"tokenizer.ggml.eos_token_id": 266}, {}, "expected one of 266 tokens, got 266"),
+    "no tokenizer": ({"tokenizer.ggml.model": None}, {}, "no tokenizer.ggml.model"),
     "heads that don't divide": ({"llama.attention.head_count_kv": 4}, {}, "6 query heads on 4"),
     "layers that differ": ({"llama.attention.head_count_kv": [2, 3]}, {}, "differs from layer to layer"),
     "an odd rotation": ({"llama.rope.dimension_count": 3}, {}, "rotates 3"),
@@ -53,6 +65,34 @@ def test_a_damaged_file_is_refused(write_model: Any, tmp_path: Path) -> None:
             unpack(tmp_path / name, [])
 
 
+def test_whatever_bytes_are_wrong_a_model_is_read_or_refused(write_model: Any, tmp_path: Path) -> None:
+    """Before the weights, which may be any numbers, each byte says something: most of all the first 24 do."""
+    whole, rng = write_model().read_bytes(), np.random.default_rng(5)
+    weights = whole.rindex(b"output_norm.weight") + 64
+    (tmp_path / "flat").touch()
+    refused = 0
+    for number in range(100):
+        damaged = bytearray(whole)
+        for at in rng.integers(4, 24 if number % 4 == 0 else weights, 1 + number % 3):
+            damaged[at] = rng.choice([0, 1, 127, 128, 255, damaged[at] ^ 1 << rng.integers(8)])
+        (tmp_path / "damaged").write_bytes(damaged[: rng.integers(len(whole))] if number % 5 == 0 else damaged)
+        try:
+            unpack(tmp_path / "damaged", [str(tmp_path / "flat")])
+        except LlamaError:
+            refused += 1
+    assert refused > 50
+
+
+def test_an_array_that_says_it_is_longer_than_its_file_is_not_looked_for(write_model: Any, tmp_path: Path) -> None:
+    whole = bytearray(write_model().read_bytes())
+    length = whole.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 8
+    assert int.from_bytes(whole[length : length + 8], "little") == 266
+    whole[length + 7] = 16
+    (tmp_path / "long").write_bytes(whole[: length + 8 + 4 * 266])
+    with pytest.raises(LlamaError, match="it ends at byte"):
+        unpack(tmp_path / "long", [])
+
+
 def test_weights_that_fit_nowhere_are_refused(write_model: Any, tmp_path: Path) -> None:
     with pytest.raises(LlamaError, match="MB of weights fit neither"):
         unpack(write_model(), [])
@@ -74,6 +114,52 @@ def test_one_sentence_and_a_status_on_the_command_line(write_model: Any, tmp_pat
     assert "no.gguf can't be read: No such file" in sentence("--model", tmp_path / "no.gguf", "--prompt", "x")
     long = sentence("--model", write_model(), "--raw", "--prompt", "x" * 64)
     assert "the prompt has 64 tokens, which leaves no room for an answer in 64" in long
+
+
+def told(monkeypatch: Any, capfd: Any, *arguments: object) -> tuple[int, list[str]]:
+    """Run the script's main in this process; give its status and the last line on stderr."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+    monkeypatch.setattr(sys, "exit", sys.exit)  # these two are put back afterwards
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as ended:
+        llama_generate.main()
+    return ended.value.code, capfd.readouterr().err.splitlines()[-1:]
+
+
+class Full(io.StringIO):
+    """A disk on which no room is left."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_output_that_is_full_is_named(write_model: Any, monkeypatch: Any, capfd: Any) -> None:
+    options = ["--model", write_model(), "--raw", "--prompt", "x", "--max-new-tokens", 1]
+    full = "llama_generate: {}: No space left on device"
+    assert told(monkeypatch, capfd, *options, "--json", "/dev/full") == (1, [full.format("/dev/full")])
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert told(monkeypatch, capfd, *options) == (1, [full.format("standard output")])
+
+
+def test_a_file_that_can_not_be_written_is_refused_first(monkeypatch: Any, capfd: Any) -> None:
+    options = "--model", "/nowhere/model", "--prompt", "x", "--json", "/nowhere/out"
+    assert told(monkeypatch, capfd, *options) == (1, ["llama_generate: /nowhere/out: No such file or directory"])
+
+
+def test_a_model_whose_logits_are_no_numbers_is_refused(write_model: Any, monkeypatch: Any, capfd: Any) -> None:
+    model = write_model(tensors={"output_norm.weight": np.full(24, np.nan, np.float32)})
+    status, lines = told(monkeypatch, capfd, "--model", model, "--raw", "--prompt", "x")
+    assert (status, lines) == (1, ["llama_generate: the logits are not numbers: the model's file may be damaged"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no room for 8 bytes")])
+def test_what_ends_a_run_needs_no_traceback(monkeypatch: Any, capfd: Any, error: BaseException) -> None:
+    def run(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("gguf_llama.session.run", run)
+    expected = (130, [""]) if isinstance(error, KeyboardInterrupt) else (1, ["llama_generate: no room for 8 bytes"])
+    assert told(monkeypatch, capfd, "--prompt", "x") == expected
 
 
 WRONG_QUESTIONS: dict[str, tuple[dict[str, Any], str]] = {

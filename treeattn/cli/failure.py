@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import click
 
+from treeattn.cli.output import open_streams
 from treeattn.errors import TreeattnError
 from treeattn.launch import GRACE, abort, launched
 
@@ -17,6 +18,7 @@ __all__ = ["run_command"]
 
 def run_command(command: click.Command, arguments: Sequence[str]) -> NoReturn:
     """Run a command line and end the process with its status; a failure is one sentence on stderr, from one rank."""
+    open_streams()
     try:
         status = command.main(arguments, "treeattn", standalone_mode=False, obj=tuple(arguments))
     except click.Abort:  # Ctrl-C

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from treeattn.launch import launched
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "counts", "drawable", "escape", "print_rows", "size", "under_way", "write_json", "writing"]
+__all__ = [
+    "console",
+    "counts",
+    "drawable",
+    "escape",
+    "open_streams",
+    "print_rows",
+    "size",
+    "under_way",
+    "write_json",
+    "writing",
+]
 
 _PLAIN = {"└": "`", "├": "|", "─": "-", "↔": "<->", "→": "->", "×": " x "}
 
@@ -28,7 +40,7 @@ def console(json_file: str | None) -> Console:
         sys.stdout.reconfigure(errors="backslashreplace")  # a label that it can't show is no reason to show nothing
     # Launchers give ranks a terminal of their own, whatever reads their output in the end.
     plain = None if launched() is None else False
-    to = Console(quiet=json_file == "-", force_terminal=plain, highlight=False)
+    to = Console(file=cast("IO[str]", _Output()), quiet=json_file == "-", force_terminal=plain, highlight=False)
     to.width = to.width or 80  # which some containers report as 0, and then nothing at all would be shown
     return to
 
@@ -89,13 +101,36 @@ def writing(file: str) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, file) from error
 
 
+class _Output:
+    """Standard output, which is named in what goes wrong there."""
+
+    def write(self, text: str) -> None:
+        with writing("standard output"):
+            sys.stdout.write(text)
+
+    def flush(self) -> None:
+        with writing("standard output"):
+            sys.stdout.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
+def open_streams() -> None:
+    """Let what is written to a stream that is closed go nowhere: the next file to be opened would take its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 - open to the end
+
+
 def write_json(json_file: str | None, results: Mapping[str, Any]) -> None:
     """Write ``results`` to the file that was asked for, if any."""
     if json_file is None:
         return
     text = json.dumps(results, indent=2) + "\n"
     if json_file == "-":
-        sys.stdout.write(text)
+        _Output().write(text)
+        _Output().flush()
     else:
         with writing(json_file):
             Path(json_file).write_text(text, encoding="utf-8")
