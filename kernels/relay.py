@@ -1,21 +1,23 @@
-"""What a rank does of a step between hosts that is no message, in compiled code: before its host's messages, and after.
+"""What a rank does of a step between hosts that is no message, in compiled code: before its messages, and after them.
 
-The leader of a host gathers the states of its host's ranks in the window, and passes the result on there in the end;
-the others follow it. Slots, flags and headers are those of `treeattn.kernels.window`, so that ranks which go through
+A rank that leads a piece of its host's states gathers it in the window, and passes the result on there in the end; the
+others follow it. Slots, flags and headers are those of `treeattn.kernels.window`, so that ranks which go through
 the same rounds one by one understand each other with those that do this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from treeattn.kernels.compilation import entry, inline
-from treeattn.kernels.memory import pointer
+from treeattn.kernels.memory import itemsize, pointer
 from treeattn.kernels.window import (
     BEFORE_STATE,
+    DIFFERENT,
     EQUAL,
     HEADER,
     WAITING,
@@ -26,10 +28,10 @@ from treeattn.kernels.window import (
     sleep,
 )
 from treeattn.kernels.wire_rows import merge_rows, merge_to_state, pack_rows
-from treeattn.kernels.wire_storage import KINDS
+from treeattn.kernels.wire_storage import KINDS, row_bytes
 from treeattn.wire_form import WireForm
 
-__all__ = ["Place", "follow_at", "gather_at", "spread_at"]
+__all__ = ["DIFFERENT", "Place", "follow_at", "gather_at", "spread_at", "table"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -41,11 +43,14 @@ DROWSY = 16
 
 
 class Place(NamedTuple):
-    """What a rank has of its own, in this order: addresses, but for three numbers."""
+    """What a rank has of its own, in this order: addresses, but for three numbers.
+
+    Behind them are its two slots, for even uses and for odd ones, for what it publishes before its messages, and the
+    same for after them, 0 where it publishes nothing; and then its records of all pieces, each address that of rows
+    which are behind their header.
+    """
 
     header: int
-    record: int
-    """Of its rows, which are behind their header."""
     room: int
     """As much as `treeattn.kernels.window.room` gives."""
     spins: int
@@ -57,77 +62,65 @@ class Place(NamedTuple):
     steps: int
     uses: int
     """Where they are counted."""
-    even_slot: int
-    odd_slot: int
-    """0 where nobody is there to read them."""
 
 
-_HEADER_AT, _RECORD_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _DROWSY_AT = range(6)
-_SLEEP_AT, _STEPS_AT, _USES_AT, _SLOT_AT = range(6, 10)
+_HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _DROWSY_AT, _SLEEP_AT, _STEPS_AT, _USES_AT = range(8)
+_BEFORE_AT, _AFTER_AT, _RECORDS_AT = 8, 10, 12
 
 
-def follow_at(form: WireForm) -> Any:
-    """Compiled: the step of a rank that is not its host's leader.
+_TARGET, _FIRST, _ROWS, _COUNT, _SOURCES = range(5)
 
-    Its arguments are the state; the result; the leader's slots, for even uses and for odd ones; and what `Place` names.
-    It takes the next step's number and publishes in any case; what it returns is what it found of the leader, and there
-    is a result if that is ``EQUAL``.
+
+def table(jobs: Sequence[tuple[int, int, int, Sequence[int]]]) -> Array:
+    """Write down for compiled code which rows of states are packed, merged or unpacked: a job in each line.
+
+    A job is the address of wire rows to write, 0 where they go to the result alone; which of a state's rows is the
+    first of them, and how many there are; and the addresses of wire rows to merge, in that order.
     """
-    return _FOLLOW[form.o_dtype]()
+    longest = max((len(sources) for *_, sources in jobs), default=0)
+    lines = np.zeros((len(jobs), _SOURCES + longest), np.int64)
+    for line, (*rows, sources) in zip(lines, jobs, strict=True):
+        line[: _SOURCES + len(sources)] = *rows, len(sources), *sources
+    return lines
 
 
 def gather_at(form: WireForm) -> Any:
-    """Compiled: the first part of a leader's step, before its messages.
+    """Compiled: the first part of a step, before a rank's messages.
 
-    Its arguments are the state; the slots of the other ranks of the host, for even uses and then for odd ones;
-    likewise the rows to merge, its own record among them, in the order of merging; and what `Place` names. It takes the
-    next step's number and packs in any case; what it returns is what it found of the others: there is a merged record
-    if that is ``EQUAL``.
+    Its arguments are the state; jobs that pack it, to slots or records; the slots of the ranks of this host whose
+    states are merged then; jobs that merge them, or copy what is alone; and what `Place` names. Of jobs and slots there
+    are those for even uses, and then as many for odd ones. It takes the next step's number, packs and publishes in any
+    case; what it returns is what it found of the others: there are merged records if that is ``EQUAL``.
     """
     return _GATHER[form.o_dtype]()
 
 
 def spread_at(form: WireForm) -> Any:
-    """Compiled: the last part of a leader's step, after its messages.
+    """Compiled: the last part of a step, after a rank's messages.
 
-    Its arguments are the result; the rows to merge, in that order, each behind its header; and what `Place` names. It
-    returns whether all headers are its own: if that is ``EQUAL``, it has published, where somebody is to read it, and
-    there is a result.
+    Its arguments are the result; jobs that merge the rows of which each is behind its header, to a slot where there is
+    a target; the slots of ranks of this host that publish other pieces; jobs that unpack these; and what `Place` names.
+    Jobs and slots are for even and odd uses. It returns ``DIFFERENT``, and has done nothing, if a header is not its
+    own; else it has published, and there is a result if that is ``EQUAL``; if ``WAITING``, others are late or differ.
     """
     return _SPREAD[form.o_dtype]()
 
 
-def _follow_of(dtype: Any, kind: Any) -> Any:
-    states = f"{np.dtype(dtype).name}[:,:,:,::1]"
+def follow_at(form: WireForm) -> Any:
+    """Compiled: the whole step of a rank without messages.
 
-    @entry(f"int64({states}, {states}, int64[::1], int64[::1])")
-    def follow(state: Array, out: Array, leader: Array, place: Array) -> int:
-        width, space, use = state.shape[3], place[_ROOM_AT], _begin_step(place)
-        rows, slot, answer = state.size // width, _half(place[_SLOT_AT:], use)[0], _half(leader, use + 1)
-        copy_words(slot - HEADER, place[_HEADER_AT], HEADER)
-        pack_rows(slot, np.int64(state.ctypes.data), rows, width, space, dtype, kind)
-        raise_flag(slot - BEFORE_STATE, use)
-        found: int = _await(answer, use + 1, place)
-        if found == EQUAL:
-            merge_to_state(np.int64(out.ctypes.data), answer, rows, width, space, dtype, kind)
-        return found
-
-    return follow
+    Its arguments are the state, and those of the last part and of the first one. It returns 0 if there is a result,
+    else 1 or 2 for the part that did not go well.
+    """
+    return _FOLLOW[form.o_dtype]()
 
 
 def _gather_of(dtype: Any, kind: Any) -> Any:
     states = f"{np.dtype(dtype).name}[:,:,:,::1]"
 
-    @entry(f"int64({states}, int64[::1], int64[::1], int64[::1])")
-    def gather(state: Array, others: Array, sources: Array, place: Array) -> int:
-        width, space, use = state.shape[3], place[_ROOM_AT], _begin_step(place)
-        rows, record, found = state.size // width, place[_RECORD_AT], EQUAL
-        copy_words(record - HEADER, place[_HEADER_AT], HEADER)
-        pack_rows(record, np.int64(state.ctypes.data), rows, width, space, dtype, kind)
-        if others.size > 0:
-            found = _await(_half(others, use), use, place)
-            if found == EQUAL:
-                merge_rows(record, _half(sources, use), rows, width, space, dtype, kind)
+    @entry(f"int64({states}, int64[:,::1], int64[::1], int64[:,::1], int64[::1])")
+    def gather(state: Array, packs: Array, others: Array, merges: Array, place: Array) -> int:
+        found: int = _gather(state, packs, others, merges, place, dtype, kind)
         return found
 
     return gather
@@ -136,34 +129,108 @@ def _gather_of(dtype: Any, kind: Any) -> Any:
 def _spread_of(dtype: Any, kind: Any) -> Any:
     states = f"{np.dtype(dtype).name}[:,:,:,::1]"
 
-    @entry(f"int64({states}, int64[::1], int64[::1])")
-    def spread(out: Array, sources: Array, place: Array) -> int:
-        width, space, found = out.shape[3], place[_ROOM_AT], compare(sources, place[_HEADER_AT])
-        if found == EQUAL:
-            rows, use = out.size // width, pointer(place[_USES_AT], np.int64)[0] + 2
-            slot = _half(place[_SLOT_AT:], use)
-            if slot[0] != 0:
-                copy_words(slot[0] - HEADER, place[_HEADER_AT], HEADER)
-                merge_rows(slot[0], sources, rows, width, space, dtype, kind)
-                raise_flag(slot[0] - BEFORE_STATE, use)
-                sources = slot
-            merge_to_state(np.int64(out.ctypes.data), sources, rows, width, space, dtype, kind)
+    @entry(f"int64({states}, int64[:,::1], int64[::1], int64[:,::1], int64[::1])")
+    def spread(out: Array, ends: Array, leaders: Array, answers: Array, place: Array) -> int:
+        found: int = _spread(out, ends, leaders, answers, place, dtype, kind)
         return found
 
     return spread
 
 
-_FOLLOW = {name: _follow_of(*both) for name, both in KINDS.items()}
+def _follow_of(dtype: Any, kind: Any) -> Any:
+    states = f"{np.dtype(dtype).name}[:,:,:,::1]"
+    tables = "int64[:,::1], int64[::1], int64[:,::1]"
+
+    @entry(f"int64({states}, {states}, {tables}, {tables}, int64[::1])")
+    def follow(
+        state: Array, out: Array, packs: Array, others: Array, merges: Array,
+        ends: Array, leaders: Array, answers: Array, place: Array,
+    ) -> int:  # fmt: skip
+        if _gather(state, packs, others, merges, place, dtype, kind) != EQUAL:
+            return 1
+        return 0 if _spread(out, ends, leaders, answers, place, dtype, kind) == EQUAL else 2
+
+    return follow
+
+
+@inline
+def _gather(
+    state: Array, packs: Array, others: Array, merges: Array, place: Array, dtype: Any, kind: Any
+) -> int:  # fmt: skip
+    width, space, use, found = state.shape[3], place[_ROOM_AT], _begin_step(place), EQUAL
+    source, size = np.int64(state.ctypes.data), width * itemsize(dtype)
+    packs, merges = _half(packs, use), _half(merges, use)
+    for at in range(len(packs)):
+        job = packs[at]
+        pack_rows(job[_TARGET], source + job[_FIRST] * size, job[_ROWS], width, space, dtype, kind)
+    _raise_flag(place[_BEFORE_AT:_AFTER_AT], use, place)
+    if others.size > 0:
+        found = _await(_half(others, use), use, place)
+    if found == EQUAL:
+        for at in range(len(merges)):
+            _merge(merges[at], width, space, dtype, kind)
+    return found
+
+
+@inline
+def _merge(job: Array, width: int, space: int, dtype: Any, kind: Any) -> None:
+    """Merge wire rows, or copy those that nothing is merged with."""
+    target, rows, sources = job[_TARGET], job[_ROWS], _sources(job)
+    if sources.size == 1:
+        copy_words(target, sources[0], rows * row_bytes(width, dtype, kind))
+    else:
+        merge_rows(target, sources, rows, width, space, dtype, kind)
+
+
+@inline
+def _spread(
+    out: Array, ends: Array, leaders: Array, answers: Array, place: Array, dtype: Any, kind: Any
+) -> int:  # fmt: skip
+    width, space, use = out.shape[3], place[_ROOM_AT], pointer(place[_USES_AT], np.int64)[0] + 2
+    ends, answers = _half(ends, use), _half(answers, use)
+    for at in range(len(ends)):
+        if compare(_sources(ends[at]), place[_HEADER_AT]) != EQUAL:
+            return DIFFERENT
+    for at in range(len(ends)):
+        if ends[at][_TARGET] != 0:
+            merge_rows(ends[at][_TARGET], _sources(ends[at]), ends[at][_ROWS], width, space, dtype, kind)
+    _raise_flag(place[_AFTER_AT:_RECORDS_AT], use, place)
+    _unpack(out, ends, space, dtype, kind)
+    if leaders.size > 0:
+        if _await(_half(leaders, use), use, place) != EQUAL:
+            return WAITING
+        _unpack(out, answers, space, dtype, kind)
+    return EQUAL
+
+
+@inline
+def _unpack(out: Array, jobs: Array, space: int, dtype: Any, kind: Any) -> None:
+    """Write rows to the result: what was merged to a target, or what is to be merged."""
+    to, width = np.int64(out.ctypes.data), out.shape[3]
+    for at in range(len(jobs)):
+        job = jobs[at]
+        sources = _sources(job) if job[_TARGET] == 0 else job[_TARGET : _TARGET + 1]
+        merge_to_state(to + job[_FIRST] * width * itemsize(dtype), sources, job[_ROWS], width, space, dtype, kind)
+
+
+@inline
+def _sources(job: Array) -> Array:
+    return job[_SOURCES : _SOURCES + job[_COUNT]]
+
+
 _GATHER = {name: _gather_of(*both) for name, both in KINDS.items()}
 _SPREAD = {name: _spread_of(*both) for name, both in KINDS.items()}
+_FOLLOW = {name: _follow_of(*both) for name, both in KINDS.items()}
 
 
 @inline
 def _begin_step(place: Array) -> int:
-    """Write the next step's number to the header; give the number of the use that is next."""
-    steps = pointer(place[_STEPS_AT], np.int64)
+    """Write the next step's number to the header, and that to all records; give the number of the use that is next."""
+    steps, header = pointer(place[_STEPS_AT], np.int64), place[_HEADER_AT]
     steps[0] += 1
-    pointer(place[_HEADER_AT], np.int64)[0] = steps[0]
+    pointer(header, np.int64)[0] = steps[0]
+    for record in place[_RECORDS_AT:]:
+        copy_words(record - HEADER, header, HEADER)
     use: int = pointer(place[_USES_AT], np.int64)[0] + 1
     return use
 
@@ -171,8 +238,17 @@ def _begin_step(place: Array) -> int:
 @inline
 def _half(both: Array, use: int) -> Array:
     """Give what is for even uses, the first half, or for odd ones."""
-    size, odd = both.size // 2, use % 2
-    return both[odd * size : (odd + 1) * size]
+    count, odd = len(both) // 2, use % 2
+    return both[odd * count : (odd + 1) * count]
+
+
+@inline
+def _raise_flag(slots: Array, use: int, place: Array) -> None:
+    """Publish what is in this rank's slot, where somebody is to read it."""
+    slot = _half(slots, use)[0]
+    if slot != 0:
+        copy_words(slot - HEADER, place[_HEADER_AT], HEADER)
+        raise_flag(slot - BEFORE_STATE, use)
 
 
 @inline

@@ -110,16 +110,23 @@ def test_other_plans_with_messages_that_wait_and_arrive_in_any_order(size, optio
         assert reports[0]["results"]["allreduce"][0][1] == reports[0]["in rank order"]
 
 
+IN_PIECES = {"plan": "shared,all,leaders=all", "stride": 25}
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_mpi(mpirun, ranks):
+    """From four ranks on a second time, with states in as many pieces as a host has ranks: up to three."""
     options = {
-        2: {},
-        3: {"plan": "binary"},
-        4: {"hosts": list("abab"), "stride": 2},
-        7: {"hosts": list("abcdaba"), "stride": 5},
+        2: [{}],
+        3: [{"plan": "binary"}],
+        4: [{"hosts": list("abab"), "stride": 2}, {"hosts": list("abab"), **IN_PIECES}],
+        7: [{"hosts": list("abcdaba"), "stride": 5}, {"hosts": list("abcdaba"), **IN_PIECES}],
     }[ranks]
-    job = mpirun("comm_program", ranks, json.dumps(options))
-    assert_program_went_well(job.reports)
+    job = mpirun("comm_program", ranks, *map(json.dumps, options))
+    each = [job.reports[turn :: len(options)] for turn in range(len(options))]
+    for reports in each:
+        assert_program_went_well(reports)
+    assert len({str(reports[0]["results"]["allreduce"]) for reports in each}) == 1, "pieces have the bits of the whole"
 
 
 def test_mpich(mpich_run):

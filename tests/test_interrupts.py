@@ -11,6 +11,7 @@ import pytest
 import treeattn
 from treeattn import TreeComm
 from treeattn.errors import CommError
+from treeattn.steps import relay
 from treeattn.testing import run_ranks
 
 LIBRARY = Path(treeattn.__file__).parent
@@ -106,12 +107,12 @@ def for_ever(operation):
         operation()
 
 
-def after_an_interrupt(transport, operation, place, places):
+def after_an_interrupt(transport, operation, place, places, plan=None):
     """Let rank 1 be interrupted in its third call; give what it can do then."""
-    comm = TreeComm(transport)
+    comm = TreeComm(transport, plan=plan)
     for _ in range(2):
         operation(comm)
-    if comm.rank == 0:
+    if comm.rank != 1:
         with pytest.raises(CommError):
             for_ever(lambda: operation(comm))
     elif place is None:
@@ -137,10 +138,21 @@ def some_of(places):
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
 @pytest.mark.parametrize("name", sorted({*OPERATIONS} - {"begin"}))  # what was begun and never ended is lost anyway
 def test_a_rank_works_on_or_knows_that_it_has_lost_the_others(name, hosts):
-    places = []
-    run_ranks(2, lambda transport: after_an_interrupt(transport, OPERATIONS[name], None, places), hosts=hosts)
+    assert_works_on_or_knows(name, hosts, None)
+
+
+@pytest.mark.parametrize("hosts", ["aa", "aab"])
+def test_a_rank_does_too_where_states_are_cut_into_pieces(hosts, monkeypatch):
+    monkeypatch.setattr(relay, "SLEEP", np.array([0, 1_000_000]))  # after some of which a rank hears of the end
+    assert_works_on_or_knows("allreduce", hosts, "shared,all,leaders=all")
+
+
+def assert_works_on_or_knows(name, hosts, plan):
+    """Interrupt rank 1 at one place after the other, in steps that take the short way."""
+    places, operation, ranks = [], OPERATIONS[name], len(hosts)
+    run_ranks(ranks, lambda transport: after_an_interrupt(transport, operation, None, places, plan), hosts=hosts)
     found = {
-        run_ranks(2, lambda t, place=place: after_an_interrupt(t, OPERATIONS[name], place, []), hosts=hosts)[1]
+        run_ranks(ranks, lambda t, place=place: after_an_interrupt(t, operation, place, [], plan), hosts=hosts)[1]
         for place in some_of(places)
     }
     assert found - {"was elsewhere"} == {"works on", "broken"}  # what is found ready depends on the other rank

@@ -116,7 +116,7 @@ def counted(comm):
         call(state)  # agrees on the call, which costs more
         before = comm.stats
         call(state)
-        prediction = comm.plan_for(state.nbytes, root).predict(state.nbytes)
+        prediction = comm.plan_for(state.nbytes, root).predict(state.nbytes, rows=4)
         found.append([astuple(comm.stats - before), [astuple(each) for each in prediction.per_rank]])
     return found
 
@@ -140,5 +140,5 @@ def report(source, stride=1, **options):
 
 
 if __name__ == "__main__":
-    options = json.loads(sys.argv[1]) if sys.argv[1:] else {}
-    os.write(1, (json.dumps(report(None, **options)) + "\n").encode())  # one write, so that lines stay whole
+    for options in map(json.loads, sys.argv[1:]):
+        os.write(1, (json.dumps(report(None, **options)) + "\n").encode())  # one write, so that lines stay whole

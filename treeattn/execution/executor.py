@@ -78,6 +78,11 @@ class Exchange:
         return self._pieces.whole
 
     @property
+    def parts(self) -> list[Records]:
+        """Records of each piece."""
+        return self._pieces.parts
+
+    @property
     def on_host(self) -> bool:
         """Whether states travel in the rounds of the plan, from and to host memory."""
         return self.with_payloads and not isinstance(self.records, DeviceRecords)
@@ -152,7 +157,7 @@ class Exchange:
     def resume(self, own: Header, at: int) -> None:
         """Take over a step from a shortcut: rounds before number ``at`` of this rank's are over, and that has begun.
 
-        Record 0 has this rank's header already, or what came in its place, at which nobody has looked.
+        Record 0 of each piece has this rank's header already, or what came in its place, at which nobody has looked.
         """
         self._header, self._bytes, self._at = own, own.pack(), at
 

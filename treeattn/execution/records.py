@@ -47,6 +47,10 @@ class Records:
         start = at * self.stride
         return self.buffer[start : start + (slots * self.stride or HEADER_BYTES)]
 
+    def address(self, at: int) -> int:
+        """Give the address of a record's rows, right behind its header; NumPy has another for none."""
+        return int(self.buffer.ctypes.data) + at * self.stride + HEADER_BYTES
+
     def load(self, state: PartialState) -> None:
         """Pack a state to record 0."""
         self._prepare(state.ops)
