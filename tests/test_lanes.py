@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeattn
+from states import bits
 from treeattn import PartialState, TreeComm
 from treeattn.errors import CommError, InputError
 from treeattn.steps.lanes import IN_FLIGHT
@@ -35,10 +36,6 @@ def state_of(rank, number, heads=3):
     packed = rng.standard_normal((1, heads, 1, 6)).astype("float32")
     packed[..., -2] = np.abs(packed[..., -2])
     return PartialState(packed, OPS)
-
-
-def bits(state):
-    return state.packed.tobytes()
 
 
 def right(comm, number, heads):
