@@ -12,9 +12,9 @@ as its slowest rank.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,10 +78,10 @@ def kernel(comm: treeattn.TreeComm, tokens: int) -> float:
     return statistics.median(times(comm, lambda: treeattn.partial_attention(q, k, k)))
 
 
-def compare(file: str) -> None:
+def compare(file: Path) -> None:
     """Print every run of a file: forecast / median, in milliseconds."""
     print("hosts  wire  " + "".join(f"{name:>22}" for name in ALGORITHMS))
-    for run in json.loads(Path(file).read_text())["runs"]:
+    for run in json.loads(file.read_text())["runs"]:
         cells = []
         for name in ALGORITHMS:
             ours, measured = measured_step(run, name), statistics.median(run["step_ms"][name])
@@ -94,6 +94,8 @@ def measure() -> None:
     work = Workload.of({**SHAPE, "batch": 1, "v_head_dim": None, "layout": "bhtd", "window": None, "softcap": None,
                         "q_tokens": 1, "causal": False, "seed": 0})  # fmt: skip
     with treeattn.TreeComm() as comm:
+        if comm.size < 2:
+            raise SystemExit("netlab.py measures between ranks: start it on several, one per host, with mpirun")
         found = {
             "hosts": len(set(comm.hosts)),
             "ranks": comm.size,
@@ -106,9 +108,16 @@ def measure() -> None:
             print(json.dumps(found))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="print these runs beside the forecast instead")
+    options = parser.parse_args()
     install_abort_hook()
-    if sys.argv[1:2] == ["--compare"]:
-        compare(sys.argv[2])
+    if options.compare:
+        compare(options.compare)
     else:
         measure()
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ how much more memory a ring rank takes (counted, and resident). It needs the ext
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def draw_memory(axis: Any) -> None:
     axis.set(title="measured: MB that a ring rank takes more", xlabel="tokens per rank, 512 wide, float32")
 
 
-def main(file: str) -> None:
+def draw(file: Path) -> None:
     figure, axes = import_pyplot().subplots(2, 2, figsize=(11, 8), layout="constrained")
     draw_forecasts(axes[0, 0], axes[0, 1])
     draw_emulated(axes[1, 0], emulated())
@@ -140,8 +141,17 @@ def main(file: str) -> None:
     print(file)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--peak"]:
-        print(json.dumps(peak(sys.argv[2], int(sys.argv[3]))))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("paper.png"), help="of the kind its name ends in")
+    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)  # what `peak_apart` starts
+    options = parser.parse_args()
+    if options.peak:
+        algorithm, tokens = options.peak
+        print(json.dumps(peak(algorithm, int(tokens))))
     else:
-        main(sys.argv[1] if len(sys.argv) > 1 else "paper.png")
+        draw(options.file)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,8 @@ ratio of both.
 
 from __future__ import annotations
 
+import argparse
+
 from treeattn.costs.published import CHOSEN, PAPER, Assumptions, error, fitted, paper_seconds
 
 
@@ -24,6 +26,7 @@ def show(title: str, assumed: dict[str, Assumptions], seen: set[str]) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     show("chosen with all rows in view", CHOSEN, set(CHOSEN))
     for device in CHOSEN:
         found = fitted([row for row in PAPER if row.device == device])

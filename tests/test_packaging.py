@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,3 +127,15 @@ def test_importing_the_package_imports_nothing_heavy():
     script = "import sys, treeattn; print(*sys.modules)"
     loaded = set(run([sys.executable, "-c", script], env={"PYTHONPATH": str(ROOT)}).split())
     assert not loaded & {"numba", "mpi4py", "click", "rich", "ml_dtypes", "torch", "cupy"}
+
+
+PROGRAMS = [
+    path
+    for path in sorted((ROOT / "benchmarks").glob("*.py"))
+    if '__name__ == "__main__"' in path.read_text() and path.stem != "kernel_worker"  # which kernel.py starts
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_every_benchmark_says_what_it_takes(program):
+    assert re.search(r"ArgumentParser\(|click\.command", program.read_text())
