@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
 from treeattn.kernels.loads import Loads, fetch_later, padded, stored_bytes
-from treeattn.kernels.vectors import AHEAD, DOUBLE, FLOAT, LANES, Vectors
+from treeattn.kernels.vectors import AHEAD, AHEAD_STEP, DOUBLE, FLOAT, LANES, LINE, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
 
@@ -40,10 +40,10 @@ ACCUMULATORS = 8 if LANES == 8 else 24
 QUICK = ("float32", "float64", "bfloat16")
 """Types that are widened in no time beside their products."""
 
-FOUR, FOUR_KEYS, FOUR_BYTES = 4, 64, 8192
+FOUR, FOUR_KEYS, FOUR_BYTES = 4, 64, 16384
 """Rows for which a value of the other types is widened once; registers hold sums of a part of the width then, one part
-after the other. Keys and bytes in a strip of theirs at most. Meanwhile the memory is asked for the next strip, since it
-would not guess that order."""
+after the other. Keys and bytes in a strip of theirs at most. Meanwhile the memory is asked for each line of the next
+strip, since the processor would not guess that order."""
 
 
 def strip_keys(row_bytes: int) -> int:
@@ -112,7 +112,7 @@ def _add_panel(loads: Loads, panel: tuple[int, int], rows: int, marked: bool, ah
         weights = [vectors.broadcast(vectors.advance(weight_at, row * BLOCK, vectors.size)) for row in range(rows)]
         value = vectors.advance(v, vectors.builder.mul(index, v_t))
         if ahead is not None:
-            vectors.fetch_ahead(value, (stop - first) * loads.size, ahead)
+            vectors.fetch_ahead(value, (stop - first) * loads.size, ahead, LINE if rows == FOUR else AHEAD_STEP)
         values = loads.load_row(value, stop - first)
         pairs = [(weight, value) for weight in weights for value in values]
         return [_add(vectors, *pair, total, marked) for pair, total in zip(pairs, totals, strict=True)]

@@ -15,7 +15,7 @@ from llvmlite import binding, ir
 
 from treeattn.errors import InputError
 
-__all__ = ["AHEAD", "DOUBLE", "FLOAT", "LANES", "LINE", "Vectors", "has_feature"]
+__all__ = ["AHEAD", "AHEAD_STEP", "DOUBLE", "FLOAT", "LANES", "LINE", "Vectors", "has_feature"]
 
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 INT, LONG = ir.IntType(32), ir.IntType(64)
@@ -49,8 +49,8 @@ LINE = 64
 
 AHEAD, AHEAD_STEP = 8192, 128
 """Bytes that `Vectors.fetch_ahead` asks ahead if nothing else is said, and from one line that it asks for to the next:
-every second one, since the processor fetches the other by itself. To ask for each was slower: too few can wait at once
-to keep memory busy."""
+every second one, since the processor fetches the other by itself where lines are read in order. To ask for each was
+slower there: too few can wait at once to keep memory busy."""
 
 
 class Vectors:
@@ -178,9 +178,9 @@ class Vectors:
         prefetch = self.builder.module.declare_intrinsic("llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), kinds))
         self.builder.call(prefetch, [pointer, *(ir.Constant(INT, each) for each in (0, NEAR, 1))])
 
-    def fetch_ahead(self, address: Any, length: int, ahead: Any = AHEAD) -> None:
+    def fetch_ahead(self, address: Any, length: int, ahead: Any = AHEAD, step: int = AHEAD_STEP) -> None:
         """Ask for what will be read some time after the ``length`` bytes at an address: ``ahead`` bytes later."""
-        for at in range(0, length, AHEAD_STEP):
+        for at in range(0, length, step):
             self.fetch(self.advance(self.advance(address, ahead), at))
 
     def in_order(self, values: Sequence[Any] = ()) -> None:
