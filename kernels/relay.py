@@ -98,10 +98,11 @@ def gather_at(form: WireForm) -> Any:
 def spread_at(form: WireForm) -> Any:
     """Compiled: the last part of a step, after a rank's messages.
 
-    Its arguments are the result; jobs that merge the rows of which each is behind its header, to a slot where there is
-    a target; the slots of ranks of this host that publish other pieces; jobs that unpack these; and what `Place` names.
-    Jobs and slots are for even and odd uses. It returns ``DIFFERENT``, and has done nothing, if a header is not its
-    own; else it has published, and there is a result if that is ``EQUAL``; if ``WAITING``, others are late or differ.
+    Its arguments are the result; the records that came last, each behind its header; jobs that merge what there is, to
+    a slot where there is a target; the slots of ranks of this host that publish other pieces; jobs that unpack these;
+    and what `Place` names. Jobs and slots are for even and odd uses. It returns ``DIFFERENT``, and has done nothing, if
+    a header is not its own; else it has published, and there is a result if that is ``EQUAL``; if ``WAITING``, others
+    are late or differ.
     """
     return _SPREAD[form.o_dtype]()
 
@@ -129,9 +130,9 @@ def _gather_of(dtype: Any, kind: Any) -> Any:
 def _spread_of(dtype: Any, kind: Any) -> Any:
     states = f"{np.dtype(dtype).name}[:,:,:,::1]"
 
-    @entry(f"int64({states}, int64[:,::1], int64[::1], int64[:,::1], int64[::1])")
-    def spread(out: Array, ends: Array, leaders: Array, answers: Array, place: Array) -> int:
-        found: int = _spread(out, ends, leaders, answers, place, dtype, kind)
+    @entry(f"int64({states}, int64[::1], int64[:,::1], int64[::1], int64[:,::1], int64[::1])")
+    def spread(out: Array, came: Array, ends: Array, leaders: Array, answers: Array, place: Array) -> int:
+        found: int = _spread(out, came, ends, leaders, answers, place, dtype, kind)
         return found
 
     return spread
@@ -141,14 +142,14 @@ def _follow_of(dtype: Any, kind: Any) -> Any:
     states = f"{np.dtype(dtype).name}[:,:,:,::1]"
     tables = "int64[:,::1], int64[::1], int64[:,::1]"
 
-    @entry(f"int64({states}, {states}, {tables}, {tables}, int64[::1])")
+    @entry(f"int64({states}, {states}, {tables}, int64[::1], {tables}, int64[::1])")
     def follow(
         state: Array, out: Array, packs: Array, others: Array, merges: Array,
-        ends: Array, leaders: Array, answers: Array, place: Array,
+        came: Array, ends: Array, leaders: Array, answers: Array, place: Array,
     ) -> int:  # fmt: skip
         if _gather(state, packs, others, merges, place, dtype, kind) != EQUAL:
             return 1
-        return 0 if _spread(out, ends, leaders, answers, place, dtype, kind) == EQUAL else 2
+        return 0 if _spread(out, came, ends, leaders, answers, place, dtype, kind) == EQUAL else 2
 
     return follow
 
@@ -184,13 +185,12 @@ def _merge(job: Array, width: int, space: int, dtype: Any, kind: Any) -> None:
 
 @inline
 def _spread(
-    out: Array, ends: Array, leaders: Array, answers: Array, place: Array, dtype: Any, kind: Any
+    out: Array, came: Array, ends: Array, leaders: Array, answers: Array, place: Array, dtype: Any, kind: Any
 ) -> int:  # fmt: skip
     width, space, use = out.shape[3], place[_ROOM_AT], pointer(place[_USES_AT], np.int64)[0] + 2
     ends, answers = _half(ends, use), _half(answers, use)
-    for at in range(len(ends)):
-        if compare(_sources(ends[at]), place[_HEADER_AT]) != EQUAL:
-            return DIFFERENT
+    if compare(came, place[_HEADER_AT]) != EQUAL:
+        return DIFFERENT
     for at in range(len(ends)):
         if ends[at][_TARGET] != 0:
             merge_rows(ends[at][_TARGET], _sources(ends[at]), ends[at][_ROWS], width, space, dtype, kind)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import treeattn
 from treeattn import PartialState, TreeComm
 from treeattn.errors import InputError, RankTimeout
+from treeattn.execution.executor import Exchange
 from treeattn.planning.plan import Plan
 from treeattn.planning.planner import plan_allreduce
 from treeattn.planning.radices import Radices
@@ -70,13 +71,21 @@ def kinds(comm):
         ("aaa", {"plan": PIECES}, ["Follower"] * 3),
     ],
 )
-def test_who_takes_which_way(hosts, settings, expected):
+def test_who_takes_which_way(hosts, settings, expected, monkeypatch):
+    """And goes it to the end, but for steps in which somebody is late."""
+    resumed, resume = [], Exchange.resume
+    monkeypatch.setattr(
+        Exchange, "resume", lambda self, *given: resumed.append(self.transport.rank) or resume(self, *given)
+    )
+
     def body(transport):
         with TreeComm(transport, **settings) as comm:
-            comm.allreduce(state_of(comm.rank, 0))
+            for number in range(9):
+                comm.allreduce(state_of(comm.rank, number))
             return kinds(comm)
 
     assert run_ranks(len(hosts), body, hosts=list(hosts)) == expected
+    assert all(resumed.count(rank) < 8 for rank in range(len(hosts)))
 
 
 @given(

@@ -94,10 +94,11 @@ class _Relay(Shortcut):
         steps = [part.before for part in self._parts if part.leads]
         return self._jobs(Piece.packs), self._sources(steps), self._jobs(Piece.merges)
 
-    def _after(self) -> tuple[Array, Array, Array]:
+    def _after(self) -> tuple[Array, Array, Array, Array]:
         """Give what `kernels.relay.spread_at` takes."""
         steps = [part.after for part in self._parts if part.follows]
-        return self._jobs(Piece.ends), self._sources(steps), self._jobs(Piece.answers)
+        came = np.array([record for piece in self._pieces for record in piece.came], np.int64)
+        return came, self._jobs(Piece.ends), self._sources(steps), self._jobs(Piece.answers)
 
     def _jobs(self, of: Callable[[Piece, int], Sequence[Rows]]) -> Array:
         """Give jobs for even uses, and then for odd ones."""

@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Records whose merge is the result, where this rank leads; each behind a header that came with it."""
+        """Records whose merge is the result, where this rank leads."""
         return self.messages[-1].merges[0] if self.messages and self.messages[-1].merges else (0,)
 
 
@@ -104,6 +104,11 @@ class Piece:
     rows: range
     window: Window | None
     rank: int
+
+    @property
+    def came(self) -> list[int]:
+        """Records that begin what comes in the last round of messages."""
+        return [self.records.address(at) for last in self.part.messages[-1:] for _, _, at in last.receives]
 
     def packs(self, use: int) -> list[Rows]:
         """Pack to where it is merged."""
