@@ -7,12 +7,11 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -81,12 +80,31 @@ def _unpacked(model: Path) -> Iterator[Unpacked]:
 
 
 def _unpack_in_child(model: Path, targets: Sequence[str]) -> Unpacked:
-    """Read the file in a process of its own, so that what reading takes does not stay in this rank's memory."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
-        try:
-            return child.submit(unpack, model, targets).result()
-        except BrokenProcessPool:
-            raise LlamaError(f"{model} could not be unpacked: the process that did it was killed") from None
+    """Read the file in a process of its own, so that what reading takes does not stay in this rank's memory.
+
+    A pool of processes would need semaphores, for which there is no room where /dev/shm is full.
+    """
+    spawning = get_context("spawn")
+    receiver, sender = spawning.Pipe(duplex=False)
+    child = spawning.Process(target=_tell_unpacked, args=(sender, model, targets))
+    child.start()
+    sender.close()  # the child's is the last then, and its end is heard
+    try:
+        told = receiver.recv()
+    except EOFError:
+        raise LlamaError(f"{model} could not be unpacked: the process that did it was killed") from None
+    finally:
+        child.join()
+    if isinstance(told, Exception):
+        raise told
+    return cast("Unpacked", told)
+
+
+def _tell_unpacked(sender: Connection, model: Path, targets: Sequence[str]) -> None:
+    try:
+        sender.send(unpack(model, targets))
+    except Exception as error:  # whatever it is, the parent raises it
+        sender.send(error)
 
 
 def _header(unpacked: Unpacked) -> bytes:

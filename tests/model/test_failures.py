@@ -20,6 +20,7 @@ from gguf_llama.report import AnswerStream
 from gguf_llama.task import Question, Task
 from gguf_llama.unpacking import unpack
 from gguf_llama.vocabulary import Vocabulary
+from gguf_llama.weights import _unpack_in_child
 
 pytestmark = pytest.mark.model
 
@@ -96,6 +97,18 @@ def test_an_array_that_says_it_is_longer_than_its_file_is_not_looked_for(write_m
 def test_weights_that_fit_nowhere_are_refused(write_model: Any, tmp_path: Path) -> None:
     with pytest.raises(LlamaError, match="MB of weights fit neither"):
         unpack(write_model(), [])
+
+
+def test_a_full_shared_memory_is_no_reason_not_to_unpack(write_model: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("_multiprocessing.SemLock", full)
+    (tmp_path / "flat").touch()
+    unpacked = _unpack_in_child(write_model(), [str(tmp_path / "flat")])
+    assert unpacked.config.layers == 2
+    with pytest.raises(LlamaError, match="not a GGUF file"):
+        _unpack_in_child(tmp_path / "flat", [])
 
 
 def sentence(*arguments: object, status: int = 1) -> str:
