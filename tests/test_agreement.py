@@ -115,24 +115,29 @@ IN_PIECES = {"plan": "shared,all,leaders=all", "stride": 25}
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_mpi(mpirun, ranks):
-    """From four ranks on a second time, with states in as many pieces as a host has ranks: up to three."""
+    """With four ranks and with seven, states then also travel in pieces, as many as a host has ranks: up to three."""
     options = {
         2: [{}],
         3: [{"plan": "binary"}],
         4: [{"hosts": list("abab"), "stride": 2}, {"hosts": list("abab"), **IN_PIECES}],
         7: [{"hosts": list("abcdaba"), "stride": 5}, {"hosts": list("abcdaba"), **IN_PIECES}],
     }[ranks]
-    job = mpirun("comm_program", ranks, *map(json.dumps, options))
-    each = [job.reports[turn :: len(options)] for turn in range(len(options))]
-    for reports in each:
-        assert_program_went_well(reports)
-    assert len({str(reports[0]["results"]["allreduce"]) for reports in each}) == 1, "pieces have the bits of the whole"
+    assert_programs_went_well(mpirun, ranks, options)
 
 
 def test_mpich(mpich_run):
     """Windows inside two hosts, and messages between them."""
-    job = mpich_run("comm_program", 4, json.dumps({"hosts": list("abab"), "stride": 5}))
-    assert_program_went_well(job.reports)
+    hosts = list("abab")
+    assert_programs_went_well(mpich_run, 4, [{"hosts": hosts, "stride": 5}, {"hosts": hosts, **IN_PIECES}])
+
+
+def assert_programs_went_well(run, ranks, options):
+    """Run the program in one job with each of these options, by which bits are the same."""
+    job = run("comm_program", ranks, *map(json.dumps, options))
+    each = [job.reports[turn :: len(options)] for turn in range(len(options))]
+    for reports in each:
+        assert_program_went_well(reports)
+    assert len({str(reports[0]["results"]["allreduce"]) for reports in each}) == 1
 
 
 CALLS = st.sampled_from(list(program.CALLS))

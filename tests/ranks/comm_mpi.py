@@ -124,21 +124,27 @@ def silent(how, plan):
     leave_together(living)
 
 
-def steps(hosts):
-    """Memory, NumPy's too, that 250 steps with room for their result take, and keep.
+def steps(hosts, *plans):
+    """Memory, NumPy's too, that 250 steps with room for their result take, and keep, by the worst of these plans."""
+    found = [taken_by_steps(treeattn.TreeComm(hosts=hosts.split(","), plan=plan)) for plan in plans]
+    grown, peak = map(max, zip(*found, strict=True))
+    say(grown=grown, peak=peak)
+
+
+def taken_by_steps(comm):
+    """Give what steps keep and take.
 
     The first wait that takes long, whenever it comes, leaves some kilobytes that later ones use. What every step does
     shows in each of several runs of steps.
     """
-    comm = treeattn.TreeComm(hosts=hosts.split(","))
     mine = treeattn.partial_attention(*(np.full((1, 32, n, 126), comm.rank + 0.5, np.float32) for n in (1, 4, 4)))
     out = comm.allreduce(mine)
     tracemalloc.start()
     for _ in range(100):  # what takes the place of something older has been counted then
         comm.allreduce(mine, out=out)
     runs = [traced(250, lambda: comm.allreduce(mine, out=out)) for _ in range(4)]
-    grown, peak = map(min, zip(*runs, strict=True))
-    say(grown=grown, peak=peak)
+    tracemalloc.stop()
+    return map(min, zip(*runs, strict=True))
 
 
 def traced(times, call):
