@@ -17,7 +17,19 @@ from treeattn.kernels.vectors import AHEAD, DOUBLE, FLOAT, INT, LANES, LINE, Vec
 cgutils: Any = _cgutils  # untyped
 types: Any = _types  # untyped: so are the functions made of it
 
-__all__ = ["EIGHTS", "EVENS", "PAIRED", "UNITS", "Loads", "can_widen", "fetch_later", "order", "padded", "stored_bytes"]
+__all__ = [
+    "EIGHTS",
+    "EVENS",
+    "PAIRED",
+    "QUICK",
+    "UNITS",
+    "Loads",
+    "can_widen",
+    "fetch_later",
+    "order",
+    "padded",
+    "stored_bytes",
+]
 
 Count: TypeAlias = Any  # of elements: a Python number, an int64 value, or None for all
 
@@ -36,6 +48,9 @@ ELEMENTS = {
 
 PAIRED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Types of which two elements are loaded into each lane. All even elements of a step come first, then all odd ones."""
+
+QUICK = ("float32", "float64", "bfloat16")
+"""Types that are widened in no time beside their products."""
 
 UNITS = {"float8_e4m3fn": 2.0**8}
 """What the numbers that `Loads` gives have to be multiplied with, where that isn't 1; sums can be just as well."""

@@ -15,10 +15,10 @@ from numba.extending import intrinsic
 
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
-from treeattn.kernels.loads import Loads, fetch_later, padded, stored_bytes
+from treeattn.kernels.loads import QUICK, Loads, fetch_later, padded, stored_bytes
 from treeattn.kernels.lookup import LOOKED_UP
 from treeattn.kernels.pairs import PAIRS, add_pairs
-from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
+from treeattn.kernels.vectors import AHEAD_STEP, DOUBLE, FLOAT, LANES, LINE, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
 
@@ -187,7 +187,7 @@ def _for_keys(vectors: Vectors, tile: _Tile, rows: int, ahead: bool, keys: tuple
 
         def products(i: int) -> list[Any]:
             if ahead:
-                vectors.fetch_ahead(address(i), tile.row_bytes)
+                vectors.fetch_ahead(address(i), tile.row_bytes, step=AHEAD_STEP if rows <= 2 else LINE)
             return tile.times(address(i))
 
         found = _sums(vectors, products, rows, 0, group)
@@ -234,7 +234,7 @@ def scores_of(storage: str, common: int, pairs: bool) -> Callable[[], int]:
     code = (STORAGES.index(storage) + 1) * (-1 if pairs else 1)
     size, itemsize = stored_bytes(storage), 8 if storage == "float64" else 4
     row_bytes = max(1, common * size)
-    most = 2 if _in_pairs_of_rows(storage, common, pairs) else 8
+    most, slow = 2 if _in_pairs_of_rows(storage, common, pairs) else 8, storage not in QUICK
     eight, four, two = (min(rows, LANES * 4 // itemsize) for rows in (8, 4, 2))
 
     @part(SCORES)
@@ -255,7 +255,10 @@ def scores_of(storage: str, common: int, pairs: bool) -> Callable[[], int]:
                     dots(code, common, eight, 0, at, q_t, start, k_t, count, width, found)
                     row += eight
                 elif rows - row >= four and most == 8:
-                    dots(code, common, four, 0, at, q_t, start, k_t, count, width, found)
+                    if slow and row == 0 and not apart:  # the processor alone would not ask far enough ahead
+                        dots(code, common, four, 1, at, q_t, start, k_t, count, width, found)
+                    else:
+                        dots(code, common, four, 0, at, q_t, start, k_t, count, width, found)
                     row += four
                 elif rows - row >= two:
                     if row == two and most == 2 and not apart:  # the memory would rest: these keys are in the cache
@@ -275,6 +278,6 @@ def _in_pairs_of_rows(storage: str, common: int, pairs: bool) -> bool:
 
     Keys then come in faster than the memory delivers them, which keeps it busy; the other rows find them in the cache.
     """
-    quick = storage in ("float32", "float64") or (storage == "bfloat16" and not pairs)
+    quick = storage in QUICK and not pairs
     vectors = -(-padded(common) * (8 if storage == "float64" else 4) // (LANES * 4))
     return 0 < 2 * vectors <= HELD and quick

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
-from treeattn.kernels.loads import Loads, fetch_later, padded, stored_bytes
+from treeattn.kernels.loads import QUICK, Loads, fetch_later, padded, stored_bytes
 from treeattn.kernels.vectors import AHEAD, AHEAD_STEP, DOUBLE, FLOAT, LANES, LINE, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
@@ -36,9 +36,6 @@ the other strips: two levels lose fewer bits."""
 
 ACCUMULATORS = 8 if LANES == 8 else 24
 """Vectors of sums that registers hold; AVX2 has half as many."""
-
-QUICK = ("float32", "float64", "bfloat16")
-"""Types that are widened in no time beside their products."""
 
 FOUR, FOUR_KEYS, FOUR_BYTES = 4, 64, 16384
 """Rows for which a value of the other types is widened once; registers hold sums of a part of the width then, one part
