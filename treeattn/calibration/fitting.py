@@ -1,221 +1,246 @@
-"""A cost model that fits what was measured: latencies, gaps, rates and steps from the times of probes. Pure."""
+"""A cost model that fits what was measured: constants by which steps take what `treeattn.costs.pricing` says.
+
+What a plan takes is the sum along its longest chain of latencies, messages, bytes and merges, each times a constant;
+so the constants are those, none below 0, by which the steps are off by the smallest shares. Which chain is the longest
+depends on the constants, so both are found again until they stay the same.
+
+Three things are no such constants: from which size on a message needs a handshake, how many ranks can send at once
+between hosts (the trunk), and how many of one host (its lanes). Each is supposed only where the steps say so: where it
+explains more than one more constant of any kind would be expected to, by Akaike's criterion. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
-from typing import Any, TypeAlias
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.calibration.probes import MOST_PARTNERS
-from treeattn.costs.catalog import Link
-from treeattn.costs.model import DEFAULT_MODEL, Cost, CostModel
-from treeattn.costs.pricing import cost
+from treeattn.costs.model import DEFAULT_MODEL, CostModel
+from treeattn.costs.pricing import Step, cost
 from treeattn.planning.plan import Plan
+from treeattn.planning.topology import group_ranks
 
-__all__ = ["CLOSE", "SHORTEST", "Sample", "add_steps", "fit"]
+__all__ = ["SHARE", "Timed", "fit", "least_squares"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-SHORTEST = 1e-3
-"""Microseconds that anything takes, at least."""
+Counted: TypeAlias = "tuple[str, str]"
+"""A way, and what is counted on it; or "call", and what is counted of a call."""
 
-STEP = 0.3
-"""A message that takes longer than its bytes explain, by this share of a latency, has met another protocol."""
+CALLS, PIECES = ("call", "calls"), ("call", "pieces")
 
-ENOUGH_STEPS = 3
-"""Steps in one piece that tell apart what a round, a message and a call cost."""
+SHARE = 0.01
+"""Share of a step that no clock tells for sure: what explains less is not looked for."""
 
-TINY = 1e-9
-"""Shares of a step by which a fit is not better; and microseconds that are next to nothing."""
-
-CLOSE = 0.02
-"""Share of a step by which a fit may be worse that supposes fewer ranks in each other's way."""
-
-TURNS = 10
+TURNS = 3
 """How often a model is fitted to the chains that are longest by it, at most."""
 
+FASTEST = 1e6
+"""1e9 bytes per second, of links on which bytes took no time that could be told."""
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What a probe took.
+ROUNDING = 1e-12
+"""What is as small beside 1 is nothing."""
 
-    Parameters
-    ----------
-    way, partners, leaders
-        See `treeattn.calibration.probes.Probe`.
-    nbytes : int
-        Of each message; in a step, of a state.
-    p50_us, p99_us : float
-        Median and 99th percentile over repeats, of the slowest rank; without what comes around.
-    """
+WAYS = "inside", "window", "rack", "between"
 
-    way: str
-    partners: int
+
+class Timed(NamedTuple):
+    """What a step took: median and 99th percentile over repeats, on the middle rank, in microseconds."""
+
+    plan: Plan
     nbytes: int
-    leaders: int
     p50_us: float
     p99_us: float
 
 
-def fit(samples: Sequence[Sample], merge_gb_per_s: float) -> CostModel:
-    """Fit a cost model to what was measured; ways that were not measured are the default's.
+def fit(timed: Sequence[Timed], merge_gb_per_s: float) -> CostModel:
+    """Fit a cost model to what steps took; ways that they did not take are the default's.
+
+    Parameters
+    ----------
+    timed : sequence of Timed
+        All of the same hosts.
+    merge_gb_per_s : float
+        States that one rank merges.
 
     Examples
     --------
-    >>> swaps = [Sample("between", 1, 32, 1, 100.016, 110.0), Sample("between", 1, 10032, 1, 105.016, 130.016)]
-    >>> fitted = fit(swaps, 10.0).between
-    >>> round(fitted.alpha_us, 6), round(fitted.gb_per_s, 6), round(fitted.jitter_us, 6)
-    (100.0, 2.0, 25.0)
+    >>> from treeattn.costs.catalog import Link
+    >>> from treeattn.costs.choosing import candidates
+    >>> from treeattn.planning.planner import plan_allreduce
+    >>> hosts, right = list("abcde"), CostModel(Link(1, 1, ""), Link(100, 2, "", gap_us=3), merge_gb_per_s=10)
+    >>> cases = [(plan_allreduce(hosts, each), nbytes) for each in candidates(hosts) for nbytes in (2080, 16640)]
+    >>> found = fit([Timed(*each, *[cost(*each, right).total_us] * 2) for each in cases], 10).between
+    >>> round(found.alpha_us, 3), round(found.gb_per_s, 3), round(found.gap_us, 3), found.trunk
+    (100.0, 2.0, 3.0, None)
     """
-    of = {way: [each for each in samples if each.way == way] for way in ("inside", "window", "rack", "between")}
-    return CostModel(
-        inside=_link(of["inside"]) if of["inside"] else DEFAULT_MODEL.inside,
-        between=_link(of["between"]) if of["between"] else DEFAULT_MODEL.between,
-        rack=_link(of["rack"]) if of["rack"] else None,
-        window=_window(of["window"], merge_gb_per_s) if of["window"] else DEFAULT_MODEL.window,
-        merge_gb_per_s=merge_gb_per_s,
-    )
-
-
-def _link(samples: Sequence[Sample]) -> Link:
-    """Fit a link: latency and gap to headers, rate to the middle one of slopes, steps to what is then too long."""
-    sizes = sorted((each for each in samples if each.leaders == 1), key=lambda each: each.nbytes)
-    alone, most = [each for each in sizes if each.partners == 1], max(each.partners for each in samples)
-    many = [each for each in sizes if each.partners == most > 1]
-    slopes = sorted([*_slopes(alone), *_slopes(many)])
-    slope = max(slopes[(len(slopes) - 1) // 2], 1e-9)
-    each = max(0.0, (many[0].p50_us - alone[0].p50_us) / (most - 1)) if many else slope * alone[0].nbytes
-    gap, rate = max(0.0, each - slope * alone[0].nbytes) / 2, 1e-3 / slope
-    alpha = max(0.0, alone[0].p50_us - each)
-    plain = Link(alpha, rate, "measured", gap, largest_radix=most + 1 if most == MOST_PARTNERS else None)
-    jitter = max(each.p99_us - each.p50_us for each in alone[1:])
-    lanes = next((_lanes(each, (many or alone)[1], plain) for each in samples if each.leaders > 1), None)
-    return replace(plain, steps=_steps(alone, plain), lanes=lanes, jitter_us=jitter)
-
-
-def _slopes(samples: Sequence[Sample]) -> list[float]:
-    """Microseconds per byte from each size to the next."""
-    return [
-        (after.p50_us - before.p50_us) / (after.nbytes - before.nbytes) / after.partners
-        for before, after in pairwise(samples)
-    ]
-
-
-def _steps(alone: Sequence[Sample], plain: Link) -> tuple[tuple[int, float], ...]:
-    """Find where messages take longer than latency and bytes explain."""
-    steps: list[tuple[int, float]] = []
-    for before, after in pairwise(alone):
-        explained = plain.message_us(after.nbytes) + 2 * plain.gap_us + sum(more for _, more in steps)
-        if after.p50_us - explained > STEP * plain.alpha_us:
-            limit = max(before.nbytes, 2 ** ((after.nbytes - 1).bit_length() - 1))  # protocols change at powers of two
-            steps.append((limit, after.p50_us - explained))
-    return tuple(steps)
-
-
-def _lanes(crowd: Sample, one: Sample, plain: Link) -> float | None:
-    """Find out how many ranks of a host can send at once, from what all take beyond latency, and what one does."""
-    slower = (crowd.p50_us - plain.alpha_us) / max(one.p50_us - plain.alpha_us, SHORTEST)
-    return None if slower <= 1 else max(1.0, crowd.leaders / slower)
-
-
-def _window(samples: Sequence[Sample], merge_gb_per_s: float) -> Link:
-    """Fit a window: half of two rounds is the latency, and what states add, but for merging, the rate."""
-    small, large = samples
-    ranks, merging = small.partners, small.partners * (large.nbytes - small.nbytes) / (merge_gb_per_s * 1e3)
-    more = max(large.p50_us - small.p50_us - merging, 1e-6)
-    rate = ranks * (large.nbytes - small.nbytes) / more / 1e3
-    return Link(small.p50_us / 2, rate, "measured", jitter_us=(large.p99_us - large.p50_us) / 2)
-
-
-def add_steps(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> CostModel:
-    """Let a model also say what whole steps take, in microseconds: in one piece and, if that was measured, in several.
-
-    What rounds do not explain is the cost of a call, and of each piece more. Where there are enough steps in one piece,
-    they also tell what a round and a message between hosts cost: rounds that are timed one by one wait for each other
-    otherwise than in a step, above all where ranks outnumber cores.
-    """
-    whole, cut = ([each for each in steps if (each[0].pieces > 1) is several] for several in (False, True))
-    if len(whole) >= ENOUGH_STEPS:
-        model = _by_steps(model, payload_bytes, whole)
-    else:
-        for plan, us in whole:
-            model = replace(model, call_us=model.call_us + _unexplained(plan, payload_bytes, model, us))
-    if cut:
-        rows = np.array([[(plan.pieces - 1) / us] for plan, us in cut])
-        left = np.array([_unexplained(plan, payload_bytes, model, us) / us for plan, us in cut])
-        model = replace(model, piece_us=_least_squares(rows, left)[0])
-    return model
-
-
-def _unexplained(plan: Plan, payload_bytes: int, model: CostModel, us: float) -> float:
-    return max(0.0, us - cost(plan, payload_bytes, model).total_us)
-
-
-def _by_steps(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> CostModel:
-    """Find latency, gap and trunk between hosts, and the cost of a call, by which steps are off by the smallest shares.
-
-    An exchange in which all hosts send at once takes longer than a tree over as many messages where they are in each
-    other's way. Rounds by themselves were timed with all at once, so that a rank alone is as much faster. A trunk for
-    fewer than the two ends of a message would be a slower link.
-    """
-    senders, between, fits = len(set(steps[0][0].hosts)), model.between, list[tuple[float, CostModel]]()
-    for crowding in (2**power for power in range(senders.bit_length() - 1)):
-        trunk, rate = senders / crowding if crowding > 1 else None, crowding * between.gb_per_s
-        model = replace(model, between=replace(model.between, gb_per_s=rate, trunk=trunk))
-        model = _by_turns(model, payload_bytes, steps)
-        fits.append((_misfit(model, payload_bytes, steps), model))
-        least = min(off for off, _ in fits)
-        if fits[-1][0] > least or least <= CLOSE:
-            break
-    return next(found for off, found in fits if off <= least + CLOSE)
-
-
-def _misfit(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> float:
-    """Share by which a model is off, as a mean over steps (of squares)."""
-    off = [cost(plan, payload_bytes, model).total_us / us - 1 for plan, us in steps]
-    return float(np.sqrt(np.mean(np.square(off))))
-
-
-def _by_turns(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> CostModel:
-    """Find latency and gap between hosts, and the cost of a call, with the trunk that a model has.
-
-    Which chain of a plan's messages is the longest depends on them, so they are found again until they stay the same.
-    """
+    far = ("rack", "between") if len(set(timed[0].plan.hosts)) > 1 else ("inside",)
+    free = _unhindered(timed[0].plan.hosts, far, merge_gb_per_s)
+    model, chains = free, list[Sequence[Step]]()
     for _ in range(TURNS):
-        before, model = model, _by_chains(model, payload_bytes, steps)
-        if model == before:
+        before, chains = chains, [cost(each.plan, each.nbytes, model).chain for each in timed]
+        if chains == before:
             break
-    return model
+        model = _Search(timed, chains, far, model, free).best()
+    return _concluded(model, far, free, _jitter(timed, chains))
 
 
-def _by_chains(model: CostModel, payload_bytes: int, steps: Sequence[tuple[Plan, float]]) -> CostModel:
-    """Find them by the chains that are the longest by a model."""
-    alpha, gap = max(model.between.alpha_us, TINY), max(model.between.gap_us, TINY)
-    counting = replace(model, between=replace(model.between, alpha_us=alpha, gap_us=gap), call_us=0.0)
-    rows, left = [], []
-    for plan, us in steps:
-        priced = cost(plan, payload_bytes, counting)
-        pairs = zip(plan.rounds, priced.rounds, strict=True)
-        across = sum((terms for each, terms in pairs if each.level != "inside"), Cost())
-        rows.append([across.latency / alpha / us, across.injection / gap / us, 1 / us])
-        left.append(max(0.0, us - (priced.total_us - across.latency - across.injection)) / us)
-    alpha, gap, call = _least_squares(np.array(rows), np.array(left))
-    return replace(model, between=replace(model.between, alpha_us=alpha, gap_us=gap), call_us=call)
+def _unhindered(hosts: Sequence[str], far: Sequence[str], merge_gb_per_s: float) -> CostModel:
+    """Give a model with limits that hinder nobody: by these, chains tell what goes through lanes and trunk."""
+    links: dict[str, Any] = {way: replace(DEFAULT_MODEL.link(way), steps=(), lanes=None, trunk=None) for way in WAYS}
+    model = replace(DEFAULT_MODEL, **links, merge_gb_per_s=merge_gb_per_s, round_us=0.0)
+    return _limited(model, far, trunk=len(hosts), lanes=max(map(len, group_ranks(hosts))))
 
 
-def _least_squares(rows: Array, values: Array) -> list[float]:
-    """Solve rows @ x = values as well as can be with no x below 0: the fewest x above 0 of those that are as good."""
-    count = rows.shape[1]
-    best, least = np.zeros(count), float(np.linalg.norm(values))
-    for number in range(1, count + 1):
-        for some in map(list, combinations(range(count), number)):
-            found = np.linalg.lstsq(rows[:, some], values, rcond=None)[0]
-            off = float(np.linalg.norm(rows[:, some] @ found - values))
-            if (found >= 0).all() and off < least - TINY:
-                best, least = np.zeros(count), off
-                best[some] = found
-    return [float(each) for each in best]
+@dataclass(frozen=True)
+class _Search:
+    """The search for the model that fits chains; these are the longest by the model ``of``.
+
+    Limits are those of the ways ``far``; those of the model ``free`` hinder nobody.
+    """
+
+    timed: Sequence[Timed]
+    chains: Sequence[Sequence[Step]]
+    far: Sequence[str]
+    of: CostModel
+    free: CostModel
+
+    def best(self) -> CostModel:
+        """Fit the constants, with the limits so far and then with others, one kind after another."""
+        best = self._fitted(self.of)
+        for others in (self._handshakes(), self._halves("trunk", 2), self._halves("lanes", 1)):
+            found = [self._fitted(_limited(best.model, self.far, **each)) for each in others]
+            best = min([best, *found], key=lambda each: each.off)
+        return best.model
+
+    def _handshakes(self) -> Iterator[dict[str, Any]]:
+        """Suppose one from a size on that some messages have: protocols change at powers of two."""
+        sizes = sorted({step.loads[0].largest for each in self.chains for step in each if step.way in self.far})
+        for limit in {max(small, 2 ** ((large - 1).bit_length() - 1)) for small, large in pairwise(sizes)}:
+            yield {"steps": ((limit, 0.0),)}
+
+    def _halves(self, name: str, least: float) -> Iterator[dict[str, Any]]:
+        """Halve a limit again and again; a trunk for fewer than the two ends of a message would be a slower link."""
+        value: float = getattr(self.free.link(self.far[0]), name) / 2
+        while value >= least:
+            yield {name: value}
+            value /= 2
+
+    def _fitted(self, model: CostModel) -> _Fit:
+        """Find the constants that go with the limits of a model."""
+        counts = [self._counts(each.plan, chain, model) for each, chain in zip(self.timed, self.chains, strict=True)]
+        names = list(dict.fromkeys(name for each in counts for name in each))
+        us = np.array([each.p50_us for each in self.timed])
+        rows = np.array([[each.get(name, 0) for name in names] for each in counts]) / us[:, None]
+        merging = np.array([model.merge_us(sum(step.merged for step in chain)) for chain in self.chains])
+        shares = np.maximum(us - merging, 0) / us
+        constants = least_squares(rows, shares)
+        off = float(np.mean((rows @ constants - shares) ** 2))
+        link, free = model.link(self.far[0]), self.free.link(self.far[0])
+        supposed = bool(link.steps) + (link.trunk != free.trunk) + (link.lanes != free.lanes)
+        found = _with_constants(model, dict(zip(names, constants.tolist(), strict=True)))
+        return _Fit(len(us) * np.log(off + SHARE**2) + 2 * supposed, found)
+
+    def _counts(self, plan: Plan, chain: Sequence[Step], model: CostModel) -> Mapping[Counted, float]:
+        """Count what is on a chain, and of a call."""
+        counts: dict[Counted, float] = defaultdict(float, {CALLS: 1, PIECES: plan.pieces - 1})
+        for step in (each for each in chain if each.loads[0].messages):
+            link, before = model.link(step.way), self.of.link(step.way)
+            room = 1.0, (link.lanes or 1) / (before.lanes or 1), (link.trunk or 1) / (before.trunk or 1)
+            loads = [load.over(times) for load, times in zip(step.loads, room, strict=False)]
+            load = max(loads, key=lambda each: each.us(link))
+            counts[step.way, "latencies"] += step.waited
+            counts[step.way, "messages"] += load.messages
+            counts[step.way, "bytes"] += load.nbytes
+            counts[step.way, "handshakes"] += sum(load.largest > limit for limit, _ in link.steps)
+        return counts
+
+
+class _Fit(NamedTuple):
+    """How far a model is off, with what it supposes, and the model: the less the better."""
+
+    off: float
+    model: CostModel
+
+
+def _limited(model: CostModel, far: Sequence[str], **limits: Any) -> CostModel:
+    """Give a model with other limits on some ways."""
+    links: dict[str, Any] = {way: replace(model.link(way), **limits) for way in far}
+    return replace(model, **links)
+
+
+def _with_constants(model: CostModel, constants: Mapping[Counted, float]) -> CostModel:
+    """Give a model with other constants, of the ways that have any."""
+    ways = {way for way, _ in constants} - {"call"}
+    links: dict[str, Any] = {
+        way: replace(
+            model.link(way),
+            alpha_us=constants[way, "latencies"],
+            gap_us=constants[way, "messages"],
+            gb_per_s=1e-3 / max(constants[way, "bytes"], 1e-3 / FASTEST),
+            steps=tuple((limit, constants[way, "handshakes"]) for limit, _ in model.link(way).steps),
+            source="measured",
+        )
+        for way in ways
+    }
+    return replace(model, **links, call_us=constants[CALLS], piece_us=constants[PIECES])
+
+
+def _jitter(timed: Sequence[Timed], chains: Sequence[Sequence[Step]]) -> dict[str, float]:
+    """Give, for each way, by how much the 99th percentile of a round on it lies above the median."""
+    ways = list(dict.fromkeys(step.way for chain in chains for step in chain))
+    us = np.array([each.p50_us for each in timed])
+    waits = np.array([[sum(step.waited and step.way == way for step in chain) for way in ways] for chain in chains])
+    above = np.array([each.p99_us for each in timed]) - us
+    return dict(zip(ways, least_squares(waits / us[:, None], above / us).tolist(), strict=True))
+
+
+def _concluded(model: CostModel, far: Sequence[str], free: CostModel, jitter: Mapping[str, float]) -> CostModel:
+    """Give a model without limits that hinder nobody, and with the default's links for ways that were not taken."""
+    found, all_free = model.link(far[0]), free.link(far[0])
+    limits = {name: None for name in ("trunk", "lanes") if getattr(found, name) == getattr(all_free, name)}
+    model = _limited(model, far, **limits)
+    taken = {way: replace(model.link(way), jitter_us=us) for way, us in jitter.items()}
+    if "between" not in taken and "rack" in taken:  # all hosts are in one rack
+        taken["between"] = taken.pop("rack")
+    links: dict[str, Any] = {way: taken.get(way, getattr(DEFAULT_MODEL, way)) for way in WAYS}
+    return replace(model, **links)
+
+
+def least_squares(rows: Array, values: Array) -> Array:
+    """Solve rows @ x = values as well as can be with no x below 0, and with none above that does not help.
+
+    Those above 0 are found one by one, the one that helps most first; where that brings others below 0, these leave
+    (C. Lawson and R. Hanson, Solving Least Squares Problems, 1974, chapter 23).
+    """
+    scale = np.linalg.norm(rows, axis=0)
+    scale[scale == 0] = 1.0
+    rows, x = rows / scale, np.zeros(len(scale))
+    free, barred = x > 0, x > 0
+    while True:
+        slopes = np.where(free | barred, 0.0, rows.T @ (values - rows @ x))
+        best = slopes.argmax()
+        if slopes[best] <= ROUNDING:
+            solved: Array = x / scale
+            return solved
+        free[best] = True
+        x, free = _inside(rows, values, x, free)
+        barred = np.zeros_like(free) if free[best] else barred | (np.arange(len(x)) == best)  # rounding brought it back
+
+
+def _inside(rows: Array, values: Array, x: Array, free: Array) -> tuple[Array, Array]:
+    """Go from x towards the solution by the free ones until none is below 0; those that would be are free no more."""
+    while True:
+        found = np.zeros(len(x))
+        found[free] = np.linalg.lstsq(rows[:, free], values, rcond=None)[0]
+        below = free & (found <= 0)
+        if not below.any():
+            return found, free
+        x = x + min(x[below] / (x[below] - found[below])) * (found - x)
+        free = free & (x > ROUNDING)
+        x = np.where(free, x, 0.0)

@@ -1,55 +1,71 @@
-"""Measuring the cost model: the rounds that plans are made of, and whole steps, timed by the code that runs plans.
+"""Measuring the cost model: whole steps, by plans of all kinds, timed by the code that runs plans.
 
-The model is fitted to medians; what the 99th percentile adds is a link's jitter. Time is the transport's.
+The model is fitted to medians; what the 99th percentile adds is jitter. Time is the transport's.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 
-from treeattn.calibration.fitting import SHORTEST, Sample, add_steps, fit
-from treeattn.calibration.probes import Probe, probes_for
+from treeattn.calibration.fitting import Timed, fit
+from treeattn.calibration.probes import probes_for
 from treeattn.costs.model import CostModel
-from treeattn.execution.agreement import Attempt, Header, Signature
-from treeattn.execution.executor import Exchange
-from treeattn.execution.tally import Tally
+from treeattn.execution.agreement import Attempt, Signature
 from treeattn.execution.window import Window
 from treeattn.planning.plan import Plan, spans
 from treeattn.state import PartialState
 from treeattn.steps.channel import Channel
 from treeattn.steps.session import Session
+from treeattn.transports.base import Transport, with_tags
 from treeattn.transports.clocks import Clock
 from treeattn.wire_form import WireForm, merger
 
-__all__ = ["Calibration", "calibrate", "in_turns"]
+__all__ = ["Calibration", "Sample", "calibrate", "in_turns"]
 
-T = TypeVar("T")
 Run: TypeAlias = Callable[[], object]
 
-SECONDS = 0.1
-"""Roughly how long rounds are repeated."""
+SECONDS = 0.7
+"""Roughly how long all steps together are repeated."""
 
-STEP_SECONDS = 0.3
-"""The same for whole steps, by which all forecasts stand and fall."""
+SETTLING = 5
+"""Runs of a turn that do not count: after steps by another plan, ranks need some until they wait as they will."""
 
-FEWEST, MOST = 5, 200
-"""Repeats of a probe, at least and at most."""
+FEWEST, MOST = 3, 200
+"""Repeats of a turn at least, and of a step at most."""
 
 TURNS = 3
-"""Turns in which probes are repeated, where there are enough repeats."""
+"""Turns in which runs are repeated, where there are enough repeats."""
 
-FIRST = 3
-"""Repeats that tell how long a probe takes."""
+SHORTEST = 1e-9
+"""Seconds that anything takes, at least."""
 
 MERGED = 8
 """States of the merge that is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a step took.
+
+    Parameters
+    ----------
+    plan : str
+        Its radices.
+    nbytes : int
+        Of a state.
+    p50_us, p99_us : float
+        Median and 99th percentile over repeats, of the middle rank.
+    """
+
+    plan: str
+    nbytes: int
+    p50_us: float
+    p99_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +74,6 @@ class Calibration:
 
     samples: tuple[Sample, ...]
     model: CostModel
-
-    def to_json(self) -> str:
-        """Write it as JSON, in which every number keeps its bits."""
-        return json.dumps({"samples": [asdict(each) for each in self.samples], "model": self.model.to_json()})
-
-    @classmethod
-    def from_json(cls, text: str) -> Calibration:
-        """Read what `to_json` wrote."""
-        found = json.loads(text)
-        return cls(tuple(Sample(**each) for each in found["samples"]), CostModel.from_json(found["model"]))
 
 
 def calibrate(channel: Channel, window: Window | None, form: WireForm) -> Calibration:
@@ -82,41 +88,40 @@ def calibrate(channel: Channel, window: Window | None, form: WireForm) -> Calibr
         Of this rank's host.
     form : WireForm
     """
-    hosts = channel.hosts
-    probes = list(probes_for(hosts, window is not None and form.nbytes <= window.room))
-    rounds, steps = ([probe for probe in probes if (probe.way == "step") is whole] for whole in (False, True))
-    branch, tally = channel.branch(), Tally(hosts, channel.rank)
-    exchanges = [Exchange(plan, branch, window, form, tally) for plan in _one_after_another(rounds)]
-    sessions = [Session(channel.apart(), _always(probe.plan), window) for probe in steps]
-    runs: list[Run] = [
-        *(partial(channel.call, exchange.run, Header(0, 0, 0, 0)) for exchange in exchanges),
-        *(partial(channel.call, _step(session, form)) for session in sessions),
-    ]
-    seconds = [SECONDS] * len(exchanges) + [STEP_SECONDS] * len(sessions)
-    values = [*_quantiles(channel, runs, seconds), _merge_seconds(form, channel.transport.clock)]
-    told = _concluded(channel, values, partial(_fitted, [*rounds, *steps], form.nbytes))
+    shared = window is not None and form.nbytes <= window.room
+    probes = probes_for(channel.hosts, form.shape[1], shared)
+    forms = [replace(form, shape=(form.shape[0], each.rows, *form.shape[2:])) for each in probes]
+    branch = channel.branch()
+    runs = list(_steps(channel, branch, window, [each.plan for each in probes], forms))
+    *quantiles, merging = _middle(channel, [*_quantiles(channel, runs), _merge_seconds(form, channel.transport.clock)])
     channel.retire(branch)
-    for session in sessions:
-        session.retire()
-    return Calibration.from_json(told)
+    us = 1e6 * np.reshape(quantiles, (2, -1)).T
+    timed = [
+        Timed(probe.plan, form.nbytes, *each) for probe, form, each in zip(probes, forms, us.tolist(), strict=True)
+    ]
+    told = channel.call(_fitted, timed, MERGED * form.nbytes / merging / 1e9) if channel.rank == 0 else ""
+    model = CostModel.from_json(channel.gather(told.encode())[0].decode())
+    return Calibration(tuple(Sample(str(each.plan.radices), *each[1:]) for each in timed), model)
 
 
-def _one_after_another(probes: Sequence[Probe]) -> Iterator[Plan]:
-    """Give plans with no number of a round in common."""
-    earlier = accumulate((len(probe.plan.rounds) for probe in probes), initial=0)
-    return (probe.after(rounds) for probe, rounds in zip(probes, earlier, strict=False))
+def _steps(
+    channel: Channel, branch: Transport, window: Window | None, plans: Sequence[Plan], forms: Sequence[WireForm]
+) -> Iterator[Run]:
+    """Give whole steps, all on one branch, with tags of their own, since each has receives that are started ahead."""
+    first = 0
+    for plan, form in zip(plans, forms, strict=True):
+        apart = channel.apart(with_tags(branch, first))
+        first += len(plan.rounds) * plan.pieces
+        yield partial(channel.call, _step(apart, plan, window, form))
 
 
-def _always(plan: Plan) -> Callable[..., Plan]:
-    return lambda *_: plan
-
-
-def _step(session: Session, form: WireForm) -> Run:
+def _step(channel: Channel, plan: Plan, window: Window | None, form: WireForm) -> Run:
     """Give a whole step, by the short way where it has one, as all steps but the first."""
     batch, heads, tokens, width = form.shape
     rows = batch, heads, tokens
     state = PartialState.from_lse(np.zeros((*rows, width - 2), np.float32), np.zeros(rows, np.float32), base="e")
-    attempt = Attempt(Signature("calibration", None, (), (*rows, width), form.dtype), state, None)
+    signature = Signature("calibration", None, (), (*rows, width), form.dtype)
+    attempt, session = Attempt(signature, state, None), Session(channel, lambda *_: plan, window, signature)
 
     def step() -> None:
         shortcut = session.shortcut
@@ -126,66 +131,52 @@ def _step(session: Session, form: WireForm) -> Run:
     return step
 
 
-def _quantiles(channel: Channel, runs: Sequence[Run], seconds: Sequence[float]) -> list[float]:
-    """Medians of what runs take on this rank, in microseconds, and then 99th percentiles; each for so many seconds."""
+def _quantiles(channel: Channel, runs: Sequence[Run]) -> list[float]:
+    """Seconds that each run takes on this rank: medians, and then 99th percentiles.
+
+    First runs load code and connect ranks; the second ones tell how often there is time for all of them.
+    """
     clock = channel.transport.clock
-    first = [float(np.median(_times(clock, run, FIRST))) for run in runs]
-    counts = _concluded(channel, first, partial(_repeats, seconds))
-    times = in_turns(clock, runs, counts)
-    return [1e6 * float(np.quantile(each, at)) for at in (0.5, 0.99) for each in times]
+    together = sum(_middle(channel, [_times(clock, run, 0, 1)[0] for run in runs]))
+    count = int(SECONDS / together) - SETTLING
+    times = in_turns(clock, runs, [min(max(count, FEWEST), MOST)] * len(runs), SETTLING)
+    return [float(np.quantile(each, at)) for at in (0.5, 0.99) for each in times]
 
 
-def _fitted(probes: Sequence[Probe], payload_bytes: int, slowest: Sequence[float]) -> str:
-    """Put together what was measured, and the model that fits it, as JSON."""
-    *found, merging = slowest
-    p50s, p99s = found[: len(probes)], found[len(probes) :]
-    around = next((p50 for probe, p50 in zip(probes, p50s, strict=True) if probe.is_around), 0.0)
-    samples = []
-    for probe, p50, p99 in zip(probes, p50s, p99s, strict=True):
-        less = min(probe.around * around, p50 - SHORTEST)
-        nbytes = payload_bytes if probe.way == "step" else probe.plan.message_bytes(probe.slots, payload_bytes)
-        samples.append(Sample(probe.way, probe.partners, nbytes, probe.leaders, p50 - less, p99 - less))
-    steps = [(probe.plan, p50) for probe, p50 in zip(probes, p50s, strict=True) if probe.way == "step"]
-    model = fit(samples, MERGED * payload_bytes / merging / 1e9)
-    return Calibration(tuple(samples), add_steps(model, payload_bytes, steps)).to_json()
+def _middle(channel: Channel, values: Sequence[float]) -> list[float]:
+    """Give the median over ranks of each value: of few repeats, the largest would be that of the unluckiest rank."""
+    found = channel.gather(np.array(values, np.float64).tobytes())
+    middle: list[float] = np.median([np.frombuffer(each, np.float64) for each in found], axis=0).tolist()
+    return middle
 
 
-def _repeats(seconds: Sequence[float], slowest: Sequence[float]) -> list[int]:
-    """How often to repeat what takes so long, to fill so many seconds."""
-    return [int(min(max(all_of_it / each, FEWEST), MOST)) for all_of_it, each in zip(seconds, slowest, strict=True)]
+def _fitted(timed: Sequence[Timed], merge_gb_per_s: float) -> str:
+    return fit(timed, merge_gb_per_s).to_json()
 
 
-def _concluded(channel: Channel, values: Sequence[float], conclude: Callable[[Sequence[float]], T]) -> T:
-    """Give what rank 0 concludes from the largest that any rank has of each value."""
-    found, told = channel.gather(json.dumps(values).encode()), b""
-    if channel.rank == 0:
-        slowest = [max(each) for each in zip(*map(json.loads, found), strict=True)]
-        told = json.dumps(channel.call(conclude, slowest)).encode()
-    concluded: T = json.loads(channel.gather(told)[0])
-    return concluded
-
-
-def in_turns(clock: Callable[[], float], runs: Sequence[Run], counts: Sequence[int]) -> list[list[float]]:
+def in_turns(
+    clock: Callable[[], float], runs: Sequence[Run], counts: Sequence[int], settling: int = 0
+) -> list[list[float]]:
     """Seconds of so many repeats of each run, in turns: a machine that is slow for a while is so for all of them."""
-    parts = [spans(count, min(TURNS, max(1, count // FEWEST))) for count in counts]
+    parts = [spans(count, min(TURNS, max(1, count // (settling + FEWEST)))) for count in counts]
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(TURNS):
         for run, part, found in zip(runs, parts, times, strict=True):
             if turn < len(part):
-                found += _times(clock, run, len(part[turn]))
+                found += _times(clock, run, settling, len(part[turn]))
     return times
 
 
-def _times(clock: Callable[[], float], run: Run, count: int) -> list[float]:
-    """Seconds that each of ``count`` runs takes, by the mean of two in a row, after one that does not count.
+def _times(clock: Callable[[], float], run: Run, settling: int, count: int) -> list[float]:
+    """Seconds that each of ``count`` runs takes, by the mean of two in a row, after one that does not count, or more.
 
     Two ranks that only wait for each other, and don't begin at once, take turns in waiting long and not at all.
     """
     ends = []
-    for _ in range(count + 2):
+    for _ in range(settling + count + 2):
         run()
         ends.append(clock())
-    return [max((end - start) / 2, SHORTEST / 1e6) for start, end in zip(ends, ends[2:], strict=False)]
+    return [max((end - start) / 2, SHORTEST) for start, end in zip(ends[settling:], ends[settling + 2 :], strict=False)]
 
 
 def _merge_seconds(form: WireForm, clock: Clock) -> float:
@@ -198,4 +189,4 @@ def _merge_seconds(form: WireForm, clock: Clock) -> float:
 def _elapsed(call: Run, clock: Clock) -> float:
     start = clock()
     call()
-    return max(clock() - start, 1e-9)
+    return max(clock() - start, SHORTEST)

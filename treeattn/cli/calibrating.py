@@ -23,8 +23,7 @@ from treeattn.wrapping import team_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from treeattn.calibration.fitting import Sample
-    from treeattn.calibration.timing import Calibration
+    from treeattn.calibration.timing import Calibration, Sample
     from treeattn.planning.radices import Radices
 
 __all__ = ["Measured", "calibrate", "show"]
@@ -43,9 +42,7 @@ SHOWN = 6
 
 
 LEGEND = """\
-inside, rack, between: messages inside a host, between hosts of a rack, between hosts or racks
-window: through memory that a host's ranks share; around: headers to leaders and back; step: a whole merge
-partners: messages that each rank sends at once; leaders: ranks of a host that do so; bytes: of a message or state
+step: a whole merge, from which the model's constants are found; bytes: of a state
 p50, p99: on the slowest rank, of the mean of two in a row
 off: the forecast above what was measured, or below it"""
 
@@ -129,9 +126,7 @@ def _slowest(comm: TreeComm, seconds: Iterable[float]) -> list[float]:
 
 def show(to: Console, found: Calibration, chosen: Radices, measured: list[Measured]) -> None:
     """Print what was measured, the model, and the plans."""
-    _print(
-        to, "Rounds, as measured", ("way", "partners", "leaders", "bytes", "p50 us", "p99 us"), map(_row, found.samples)
-    )
+    _print(to, "Steps, as measured", ("plan", "bytes", "p50 us", "p99 us"), map(_row, found.samples))
     rows = [
         (each.plan, *map(_number, (each.predicted_us, each.p50_us, each.p99_us)), f"{each.off:+.0%}")
         for each in measured
@@ -141,8 +136,7 @@ def show(to: Console, found: Calibration, chosen: Radices, measured: list[Measur
 
 
 def _row(sample: Sample) -> tuple[str, ...]:
-    counts = (sample.partners, sample.leaders, sample.nbytes)
-    return (sample.way, *map(str, counts), _number(sample.p50_us), _number(sample.p99_us))
+    return (sample.plan, f"{sample.nbytes:,}", _number(sample.p50_us), _number(sample.p99_us))
 
 
 def _number(value: float) -> str:

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
+from treeattn.costs.catalog import Link
 from treeattn.costs.model import DEFAULT_MODEL, Cost, CostModel
 from treeattn.planning.plan import Message, Plan, Round
 from treeattn.planning.topology import rack_of
 
-__all__ = ["PlanCost", "cost"]
+__all__ = ["Load", "PlanCost", "Step", "cost"]
 
 End: TypeAlias = "tuple[int, str]"
 """A rank, and the name of a link."""
 
-Ends: TypeAlias = "dict[End, _Load]"
+Ends: TypeAlias = "dict[End, _Sum]"
 
 Crowd: TypeAlias = "tuple[str, str]"
 """A host, or nothing for all together, and the name of a link."""
@@ -34,18 +35,83 @@ Crowd: TypeAlias = "tuple[str, str]"
 Sharing: TypeAlias = "Callable[[End], tuple[Crowd, float | None]]"
 """With whom an end has to share, and how many of them can move at once; None is all."""
 
-Priced: TypeAlias = "tuple[float, Cost]"
-"""Microseconds in all, and their terms."""
 
-FREE: Priced = 0.0, Cost()
+class Load(NamedTuple):
+    """What moves one after another: messages, bytes, and bytes of the largest message."""
+
+    messages: float = 0.0
+    nbytes: float = 0.0
+    largest: int = 0
+
+    def over(self, times: float) -> Load:
+        """Give the load where so many times as many can move at once."""
+        return Load(self.messages / times, self.nbytes / times, self.largest)
+
+    def us(self, link: Link) -> float:
+        """Microseconds that it takes on a link, without latency."""
+        return link.gap_us * self.messages + link.transfer_us(self.nbytes) + link.handshake_us(self.largest)
+
+
+class Step(NamedTuple):
+    """One rank's part in one round.
+
+    Parameters
+    ----------
+    number : int
+        Of the round.
+    way : str
+        On which it moved what it moved: "inside", "window", "rack" or "between".
+    waited : bool
+        Whether the rank waited for a message's latency.
+    loads : tuple of Load
+        What moved: alone, over the lanes of the host, and over the trunk; the last two where there are any.
+    merged : int
+        Bytes that it merged then.
+    """
+
+    number: int
+    way: str
+    waited: bool
+    loads: tuple[Load, ...]
+    merged: int
+
+    def cost(self, model: CostModel) -> Cost:
+        """Give its terms: those of the load that takes longest."""
+        link = model.link(self.way)
+        load = max(self.loads, key=lambda each: each.us(link))
+        return Cost(
+            latency=link.alpha_us if self.waited else 0.0,
+            injection=link.gap_us * load.messages,
+            transfer=link.transfer_us(load.nbytes),
+            handshake=link.handshake_us(load.largest),
+            merge=model.merge_us(self.merged),
+            launch=model.round_us,
+            jitter=link.jitter_us if self.waited else 0.0,
+        )
+
+
+class _Moving(NamedTuple):
+    """What an end of a link needs: microseconds without latency, and for what."""
+
+    us: float
+    way: str
+    loads: tuple[Load, ...]
+
+    def beside(self, crowd: _Moving) -> _Moving:
+        """Give what it needs where it has to share with a crowd."""
+        return _Moving(max(self.us, crowd.us), self.way, (*self.loads, *crowd.loads))
+
+
+FREE = _Moving(0.0, "inside", (Load(),))
 
 
 @dataclass(frozen=True, slots=True)
 class PlanCost:
-    """What each round adds to the longest chain, nothing where it lies beside others; and a call besides."""
+    """What each round adds to the longest chain, nothing where it lies beside others; a call besides; and the chain."""
 
     rounds: tuple[Cost, ...]
     call: Cost
+    chain: tuple[Step, ...]
 
     @property
     def terms(self) -> Cost:
@@ -58,28 +124,15 @@ class PlanCost:
         return self.terms.total
 
 
-class _Step(NamedTuple):
-    """One rank's part in one round: what moved, whether the rank waited for that, and what it merged."""
-
-    number: int
-    moved: Cost
-    waited: bool
-    merge_us: float
-
-    def terms(self, round_us: float) -> Cost:
-        moved = self.moved if self.waited else replace(self.moved, latency=0.0, jitter=0.0)
-        return replace(moved, merge=self.merge_us, launch=round_us)
-
-
 class _Chain(NamedTuple):
     """When a rank was through, and what had to happen before, one after another."""
 
     us: float = 0.0
-    steps: tuple[_Step, ...] = ()
+    steps: tuple[Step, ...] = ()
 
 
 @dataclass(slots=True)
-class _Load:
+class _Sum:
     """What goes one way through one end of a link in one round."""
 
     messages: float = 0
@@ -92,7 +145,7 @@ class _Load:
         if size > self.largest:
             self.largest = size
 
-    def add_share(self, load: _Load, lanes: float) -> None:
+    def add_share(self, load: _Sum, lanes: float) -> None:
         self.messages += load.messages / lanes
         self.nbytes += load.nbytes / lanes
         self.largest = max(self.largest, load.largest)
@@ -129,9 +182,9 @@ def cost(plan: Plan, payload_bytes: int, model: CostModel = DEFAULT_MODEL) -> Pl
         for rank, through in pricing.round(number, each, chains).items():
             chains[rank] = through
     longest = max(chains, key=lambda each: each.us)
-    terms = {step.number: step.terms(model.round_us) for step in longest.steps}
+    terms = {step.number: step.cost(model) for step in longest.steps}
     rounds = tuple(terms.get(number, Cost()) for number in range(len(plan.rounds)))
-    return PlanCost(rounds, model.call_cost(plan.pieces) if rounds else Cost())
+    return PlanCost(rounds, model.call_cost(plan.pieces) if rounds else Cost(), longest.steps)
 
 
 class _Pricing:
@@ -140,7 +193,7 @@ class _Pricing:
     def __init__(self, plan: Plan, pieces: tuple[int, ...], model: CostModel) -> None:
         self._plan, self._pieces, self._model = plan, pieces, model
         self._hosts, self._racks = plan.hosts, [rack_of(host) for host in plan.hosts]
-        self._known: dict[tuple[str, float, float, int], Priced] = {}
+        self._known: dict[tuple[str, float, float, int], _Moving] = {}
 
     def round(self, number: int, each: Round, chains: Sequence[_Chain]) -> dict[int, _Chain]:
         """Give the chains of all ranks that have part in a round, from those before it."""
@@ -149,33 +202,34 @@ class _Pricing:
             merged[merge.rank] += len(merge.sources) * self._pieces[merge.piece]
         found = {}
         for rank, (us, before, moved) in self._latest(each, chains).items():
-            merge_us = self._model.merge_us(merged.get(rank, 0))
-            step = _Step(number, moved, rank != before, merge_us)
-            found[rank] = _Chain(us + merge_us + self._model.round_us, (*chains[before].steps, step))
+            step = Step(number, moved.way, rank != before, moved.loads, merged.get(rank, 0))
+            through = us + self._model.merge_us(step.merged) + self._model.round_us
+            found[rank] = _Chain(through, (*chains[before].steps, step))
         return found
 
-    def _latest(self, each: Round, chains: Sequence[_Chain]) -> dict[int, tuple[float, int, Cost]]:
-        """Give, for each rank, when all has come, whose message was the last, or its own number, and the terms."""
+    def _latest(self, each: Round, chains: Sequence[_Chain]) -> dict[int, tuple[float, int, _Moving]]:
+        """Give, for each rank, when all has come, whose message was the last, or its own number, and what moved."""
         ways = [self._way(message, each.shared) for message in each.messages]
         sent, received = self._loads(each, ways)
         out, into = self._priced(sent, received), self._priced(received, sent)
-        latest = {merge.rank: (chains[merge.rank].us, merge.rank, Cost()) for merge in each.merges}
-        for (rank, _), (us, terms) in chain(out.items(), into.items()):
-            busy = chains[rank].us + us - terms.latency
+        latest = {merge.rank: (chains[merge.rank].us, merge.rank, FREE) for merge in each.merges}
+        for (rank, _), moving in chain(out.items(), into.items()):
+            busy = chains[rank].us + moving.us
             if rank not in latest or busy > latest[rank][0]:
-                latest[rank] = busy, rank, terms
+                latest[rank] = busy, rank, moving
         for message, way in zip(each.messages, ways, strict=True):
             source, dest = message.source, message.dest
             there, here = out.get((source, way), FREE), into[dest, way]
-            us, terms = here if here[0] >= there[0] else there
-            if chains[source].us + us >= latest[dest][0]:
-                latest[dest] = chains[source].us + us, source, terms
+            moving = here if here.us >= there.us else there
+            us = chains[source].us + (self._model.link(way).alpha_us + moving.us)
+            if us >= latest[dest][0]:
+                latest[dest] = us, source, moving
         return latest
 
     def _loads(self, each: Round, ways: Sequence[str]) -> tuple[Ends, Ends]:
         """Add up what goes out through each end of a link, and what comes in."""
-        out: Ends = defaultdict(_Load)
-        into: Ends = defaultdict(_Load)
+        out: Ends = defaultdict(_Sum)
+        into: Ends = defaultdict(_Sum)
         sizes: dict[tuple[int, int], int] = {}
         for message, way in zip(each.messages, ways, strict=True):
             kind = message.slots, message.piece
@@ -194,17 +248,16 @@ class _Pricing:
             return "inside"
         return "rack" if self._racks[source] == self._racks[dest] else "between"
 
-    def _priced(self, loads: Ends, back: Ends) -> dict[End, Priced]:
-        """Price each end of a link, or all with which it has to share that, where they take longer."""
+    def _priced(self, loads: Ends, back: Ends) -> dict[End, _Moving]:
+        """Price each end of a link, beside all with which it has to share that."""
         found = {end: self._moving(end[1], load, back.get(end)) for end, load in loads.items()}
         for sharing in (self._on_host, self._in_trunk):
             crowds, against = _crowds(loads, sharing), _crowds(back, sharing)
             prices = {crowd: self._moving(crowd[1], load, against.get(crowd)) for crowd, load in crowds.items()}
             if prices:
-                found = {
-                    end: max(alone, prices.get(sharing(end)[0], FREE), key=lambda each: each[0])
-                    for end, alone in found.items()
-                }
+                for end, alone in found.items():
+                    crowd = prices.get(sharing(end)[0])
+                    found[end] = alone if crowd is None else alone.beside(crowd)
         return found
 
     def _on_host(self, end: End) -> tuple[Crowd, float | None]:
@@ -215,26 +268,19 @@ class _Pricing:
         _, way = end
         return ("", way), None if way in ("inside", "window") else self._model.link(way).trunk
 
-    def _moving(self, way: str, load: _Load, back: _Load | None) -> Priced:
+    def _moving(self, way: str, load: _Sum, back: _Sum | None) -> _Moving:
         """Price a load; the rank has a call for each message of the other way too, whose bytes do not hinder these."""
         messages = load.messages + (0 if back is None else back.messages)
         alike = way, messages, load.nbytes, load.largest
         if alike not in self._known:
-            link = self._model.link(way)
-            terms = Cost(
-                latency=link.alpha_us,
-                injection=link.gap_us * messages,
-                transfer=link.transfer_us(load.nbytes),
-                handshake=link.handshake_us(load.largest),
-                jitter=link.jitter_us,
-            )
-            self._known[alike] = terms.total, terms
+            moved = Load(messages, load.nbytes, load.largest)
+            self._known[alike] = _Moving(moved.us(self._model.link(way)), way, (moved,))
         return self._known[alike]
 
 
-def _crowds(loads: Ends, sharing: Sharing) -> dict[Crowd, _Load]:
+def _crowds(loads: Ends, sharing: Sharing) -> dict[Crowd, _Sum]:
     """Add up what goes through ends that have to share a link."""
-    crowds: dict[Crowd, _Load] = defaultdict(_Load)
+    crowds: dict[Crowd, _Sum] = defaultdict(_Sum)
     for end, load in loads.items():
         crowd, lanes = sharing(end)
         if lanes is not None:

@@ -66,6 +66,7 @@ class Channel:
         self.rank, self.size = transport.rank, transport.size
         self.steps, self.freed = Count(), False
         self._branches: list[Transport] = []
+        self._given: Transport | None = None
         self.gpu_memory = Verdict((), "not asked")
         self.cards: Joined | None = None
         self.collective = ""
@@ -84,9 +85,10 @@ class Channel:
         self.hosts, self.most_room = hosts, room_for_state(hosts)
         self.tally = Tally(hosts, self.rank)
 
-    def apart(self) -> Channel:
-        """Give a channel on the same wire for calls within a call: counted apart, and states travel as they are."""
+    def apart(self, branch: Transport) -> Channel:
+        """Give a channel for calls within a call: counted apart, states as they are, and all plans on one branch."""
         made = copy(self)
+        made._given = branch
         made.guard, made.wire_dtype = Guard(self.size), None
         made.name_hosts(self.hosts)
         made.most_room = self.most_room
@@ -158,6 +160,8 @@ class Channel:
 
     def branch(self) -> Transport:
         """Make a transport for one plan; collective."""
+        if self._given is not None:
+            return self._given
         made = self.call(self.transport.branch)
         self._branches.append(made)
         return made

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -26,6 +28,7 @@ __all__ = [
     "Transport",
     "Usual",
     "nothing",
+    "with_tags",
 ]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -316,3 +319,18 @@ class SelfTransport(Transport):
 
     def abandon(self) -> None:
         """Nobody waits."""
+
+
+def with_tags(transport: Transport, first: int) -> Transport:
+    """Give the same transport with tags that begin at ``first``, for one of several plans that share it.
+
+    It is made by this rank alone, and nothing that is to be freed.
+    """
+    view = copy(transport)
+    for name in ("isend", "irecv", "send_init", "recv_init"):
+        setattr(view, name, partial(_under_tag, getattr(transport, name), first))
+    return view
+
+
+def _under_tag(call: Callable[..., Any], first: int, data: Bytes, rank: int, tag: int) -> Any:
+    return call(data, rank, first + tag)
