@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.costs.model import DEFAULT_MODEL, CostModel
-from treeattn.costs.pricing import Step, cost
+from treeattn.costs.pricing import WAYS, Step, cost
 from treeattn.planning.plan import Plan
 from treeattn.planning.topology import group_ranks
 
-__all__ = ["SHARE", "Timed", "fit", "least_squares"]
+__all__ = ["Timed", "fit", "least_squares"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -45,8 +45,6 @@ FASTEST = 1e6
 
 ROUNDING = 1e-12
 """What is as small beside 1 is nothing."""
-
-WAYS = "inside", "window", "rack", "between"
 
 
 class Timed(NamedTuple):
@@ -193,7 +191,7 @@ def _with_constants(model: CostModel, constants: Mapping[Counted, float]) -> Cos
 
 def _jitter(timed: Sequence[Timed], chains: Sequence[Sequence[Step]]) -> dict[str, float]:
     """Give, for each way, by how much the 99th percentile of a round on it lies above the median."""
-    ways = list(dict.fromkeys(step.way for chain in chains for step in chain))
+    ways = list(dict.fromkeys(step.way for chain in chains for step in chain if step.waited))
     us = np.array([each.p50_us for each in timed])
     waits = np.array([[sum(step.waited and step.way == way for step in chain) for way in ways] for chain in chains])
     above = np.array([each.p99_us for each in timed]) - us
@@ -241,6 +239,6 @@ def _inside(rows: Array, values: Array, x: Array, free: Array) -> tuple[Array, A
         below = free & (found <= 0)
         if not below.any():
             return found, free
-        x = x + min(x[below] / (x[below] - found[below])) * (found - x)
-        free = free & (x > ROUNDING)
-        x = np.where(free, x, 0.0)
+        reach = np.where(below, x / np.maximum(x - found, ROUNDING), np.inf)
+        free = free & (reach > reach.min())
+        x = np.where(free, x + reach.min() * (found - x), 0.0)

@@ -22,7 +22,7 @@ from treeattn.costs.model import DEFAULT_MODEL, Cost, CostModel
 from treeattn.planning.plan import Message, Plan, Round
 from treeattn.planning.topology import rack_of
 
-__all__ = ["Load", "PlanCost", "Step", "cost"]
+__all__ = ["WAYS", "Load", "PlanCost", "Step", "cost"]
 
 End: TypeAlias = "tuple[int, str]"
 """A rank, and the name of a link."""
@@ -34,6 +34,13 @@ Crowd: TypeAlias = "tuple[str, str]"
 
 Sharing: TypeAlias = "Callable[[End], tuple[Crowd, float | None]]"
 """With whom an end has to share, and how many of them can move at once; None is all."""
+
+Shared: TypeAlias = "tuple[Sharing, dict[Crowd, _Sum], dict[Crowd, _Sum]]"
+"""What all who have to share move, and what comes the other way."""
+
+
+WAYS = "inside", "window", "rack", "between"
+"""Names of links."""
 
 
 class Load(NamedTuple):
@@ -60,7 +67,7 @@ class Step(NamedTuple):
     number : int
         Of the round.
     way : str
-        On which it moved what it moved: "inside", "window", "rack" or "between".
+        On which it moved what it moved, one of `WAYS`.
     waited : bool
         Whether the rank waited for a message's latency.
     loads : tuple of Load
@@ -192,6 +199,8 @@ class _Pricing:
 
     def __init__(self, plan: Plan, pieces: tuple[int, ...], model: CostModel) -> None:
         self._plan, self._pieces, self._model = plan, pieces, model
+        self._sharings = self._on_host, self._in_trunk
+        self._links = {way: model.link(way) for way in WAYS}
         self._hosts, self._racks = plan.hosts, [rack_of(host) for host in plan.hosts]
         self._known: dict[tuple[str, float, float, int], _Moving] = {}
 
@@ -211,7 +220,9 @@ class _Pricing:
         """Give, for each rank, when all has come, whose message was the last, or its own number, and what moved."""
         ways = [self._way(message, each.shared) for message in each.messages]
         sent, received = self._loads(each, ways)
-        out, into = self._priced(sent, received), self._priced(received, sent)
+        crowds = [(sharing, _crowds(sent, sharing), _crowds(received, sharing)) for sharing in self._sharings]
+        out = self._priced(sent, received, crowds)
+        into = self._priced(received, sent, [(sharing, there, here) for sharing, here, there in crowds])
         latest = {merge.rank: (chains[merge.rank].us, merge.rank, FREE) for merge in each.merges}
         for (rank, _), moving in chain(out.items(), into.items()):
             busy = chains[rank].us + moving.us
@@ -221,7 +232,7 @@ class _Pricing:
             source, dest = message.source, message.dest
             there, here = out.get((source, way), FREE), into[dest, way]
             moving = here if here.us >= there.us else there
-            us = chains[source].us + (self._model.link(way).alpha_us + moving.us)
+            us = chains[source].us + (self._links[way].alpha_us + moving.us)
             if us >= latest[dest][0]:
                 latest[dest] = us, source, moving
         return latest
@@ -248,11 +259,10 @@ class _Pricing:
             return "inside"
         return "rack" if self._racks[source] == self._racks[dest] else "between"
 
-    def _priced(self, loads: Ends, back: Ends) -> dict[End, _Moving]:
+    def _priced(self, loads: Ends, back: Ends, sharings: Sequence[Shared]) -> dict[End, _Moving]:
         """Price each end of a link, beside all with which it has to share that."""
         found = {end: self._moving(end[1], load, back.get(end)) for end, load in loads.items()}
-        for sharing in (self._on_host, self._in_trunk):
-            crowds, against = _crowds(loads, sharing), _crowds(back, sharing)
+        for sharing, crowds, against in sharings:
             prices = {crowd: self._moving(crowd[1], load, against.get(crowd)) for crowd, load in crowds.items()}
             if prices:
                 for end, alone in found.items():
@@ -262,11 +272,11 @@ class _Pricing:
 
     def _on_host(self, end: End) -> tuple[Crowd, float | None]:
         rank, way = end
-        return (self._hosts[rank], way), self._model.link(way).lanes
+        return (self._hosts[rank], way), self._links[way].lanes
 
     def _in_trunk(self, end: End) -> tuple[Crowd, float | None]:
         _, way = end
-        return ("", way), None if way in ("inside", "window") else self._model.link(way).trunk
+        return ("", way), None if way in ("inside", "window") else self._links[way].trunk
 
     def _moving(self, way: str, load: _Sum, back: _Sum | None) -> _Moving:
         """Price a load; the rank has a call for each message of the other way too, whose bytes do not hinder these."""
@@ -274,7 +284,7 @@ class _Pricing:
         alike = way, messages, load.nbytes, load.largest
         if alike not in self._known:
             moved = Load(messages, load.nbytes, load.largest)
-            self._known[alike] = _Moving(moved.us(self._model.link(way)), way, (moved,))
+            self._known[alike] = _Moving(moved.us(self._links[way]), way, (moved,))
         return self._known[alike]
 
 
