@@ -123,11 +123,11 @@ class _Search:
             yield {"steps": ((limit, 0.0),)}
 
     def _halves(self, name: str, least: float) -> Iterator[dict[str, Any]]:
-        """Halve a limit again and again; a trunk for fewer than the two ends of a message would be a slower link."""
-        value: float = getattr(self.free.link(self.far[0]), name) / 2
-        while value >= least:
+        """Halve a limit down to the least; a trunk for fewer than the two ends of a message would be a slower link."""
+        value: float = getattr(self.free.link(self.far[0]), name)
+        while value > least:
+            value = max(least, value / 2)
             yield {name: value}
-            value /= 2
 
     def _fitted(self, model: CostModel) -> _Fit:
         """Find the constants that go with the limits of a model."""

@@ -29,7 +29,7 @@ __all__ = ["Calibration", "Sample", "calibrate", "in_turns"]
 
 Run: TypeAlias = Callable[[], object]
 
-SECONDS = 0.7
+SECONDS = 0.6
 """Roughly how long all steps together are repeated."""
 
 SETTLING = 5
@@ -137,7 +137,7 @@ def _quantiles(channel: Channel, runs: Sequence[Run]) -> list[float]:
     First runs load code and connect ranks; the second ones tell how often there is time for all of them.
     """
     clock = channel.transport.clock
-    together = sum(_middle(channel, [_times(clock, run, 0, 1)[0] for run in runs]))
+    together = sum(_middle(channel, [[_elapsed(run, clock) for _ in range(2)][-1] for run in runs]))
     count = int(SECONDS / together) - SETTLING
     times = in_turns(clock, runs, [min(max(count, FEWEST), MOST)] * len(runs), SETTLING)
     return [float(np.quantile(each, at)) for at in (0.5, 0.99) for each in times]
