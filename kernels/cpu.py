@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeattn.arguments.arrays import narrow_dtype
+from treeattn.arguments.positions import Consecutive
 from treeattn.arguments.spec import Args, Spec
 from treeattn.kernels import combine, streaming
 from treeattn.kernels.array_objects import check_objects
@@ -77,6 +78,8 @@ class StreamingCall:
     def _step(self, args: Args, results: tuple[int, ...], memory: Memory) -> int:
         """Compute one step if there is enough memory; give the bytes that it takes."""
         q, k, v, q_pos, kv_pos, kv_len, mask, k_scale, v_scale, k_block, v_block = args
+        if type(kv_pos) is Consecutive:
+            kv_pos = kv_pos.first(len(k))
         needed: int = self._run(
             self._address, memory.address, memory.size, *team(), *results, id(q), id(k), id(v), id(q_pos), id(kv_pos),
             id(kv_len), id(mask), id(k_scale), id(v_scale), k_block, v_block,

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.arguments.positions import Consecutive
 from treeattn.arguments.spec import Args, Spec
 
 __all__ = ["dequantised", "finish", "logits", "only_finite", "partial", "row_length", "seen_keys"]
@@ -82,7 +83,8 @@ def seen_keys(spec: Spec, args: Args, row: tuple[int, int, int], keys: slice) ->
         mask = args.mask[b, head, t, keys]
         seen &= mask if mask.dtype == bool else mask != -np.inf
     if args.q_pos is not None and args.kv_pos is not None:
-        key, query = args.kv_pos[b, keys], int(args.q_pos[b, t])
+        key = args.kv_pos.of(keys) if isinstance(args.kv_pos, Consecutive) else args.kv_pos[b, keys]
+        query = int(args.q_pos[b, t])
         left, right = spec.window or (None, None)
         if spec.causal:
             seen &= key <= query

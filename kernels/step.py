@@ -49,7 +49,8 @@ def run_step(
     board, threads : int
         As `treeattn.kernels.threads.team` gives them.
     none, out, answer, lse, sink, q, k, v, q_pos, kv_pos, kv_len, mask, k_scale, v_scale : int
-        Addresses of objects: None, and arrays or None. The state may be None where an answer is wanted, which is of
+        Addresses of objects: None, and arrays or None; one position stands for that of the first key, where keys are
+        consecutive. The state may be None where an answer is wanted, which is of
         the type ``out_storage`` of the record.
     k_block, v_block : int
         Tokens that a scale is for.
@@ -78,7 +79,7 @@ def run_step(
         read_array(array, none, memory + at)
     for scale, at in ((k_scale, K_SCALE), (v_scale, V_SCALE)):
         read_array(scale, none, memory + at)
-    call.kv_run = are_consecutive(call)
+    call.kv_run = (kv_pos != none and length_of(kv_pos, 1) == 1) or are_consecutive(call)
     work_together(board, threads - 1, call.stream, memory, workspace, call.workspace)
     if answer != none:
         _finish(call, data_of(answer, none), data_of(lse, none), data_of(sink, none))

@@ -103,6 +103,8 @@ def _reach(call: Call, b: int, t: int) -> tuple[int, int]:
 
 @inline
 def _position(call: Call, task: Task, i: int) -> Any:
+    if call.kv_run:
+        return pointer(call.kv_pos + task.b * call.kv_pos_b, np.int64)[0] + task.start + i
     return pointer(call.kv_pos + task.b * call.kv_pos_b + (task.start + i) * call.kv_pos_t, np.int64)[0]
 
 

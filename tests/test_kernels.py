@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -240,6 +241,21 @@ def test_positions_that_are_consecutive_but_for_one(odd, q_tokens):
     options = {"causal": True, "window": (1000, None), "q_pos": np.array([[1200], [2434]]) + np.arange(q_tokens)}
     got = treeattn.attention(q, k, v, **options, kv_pos=kv_pos, return_lse=True)
     assert_attention(got, q, k, v, **options, kv_pos=kv_pos)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (9, 0), "kv_pos": 7}], ids=["all", "causal", "window"]
+)
+def test_a_step_takes_little_memory_beyond_its_inputs(options):
+    q = np.ones((1, 4, 1, 8), np.float32)
+    k = np.broadcast_to(np.float32(1), (1, 2, 2**19, 8))
+    out = treeattn.attention(q, k, k, **options)
+    tracemalloc.start()
+    try:
+        assert np.array_equal(treeattn.attention(q, k, k, **options), out)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def standard(dtype=np.float32, seed=0, q_heads=8, kv_heads=2, q_tokens=1, tokens=5000, width=128):

@@ -236,8 +236,6 @@ def _positions(options: Options, used: bool, q: Array, k: Array, kv_len: Array |
     q_pos, kv_pos = Positions(options.q_pos, options.kv_pos, batch, q.shape[2], keys).resolve(kv_len)
     if not used:
         return None, None
-    if isinstance(kv_pos, Consecutive) and not on_device(q):
-        kv_pos = kv_pos.array(batch, keys)
     return q_pos, kv_pos
 
 

@@ -24,12 +24,6 @@ position and a side overflows int64."""
 FEW = 64
 """Batch rows whose lengths Python compares faster than NumPy does."""
 
-COUNTED_ALONG, MOST_COUNTED = 4096, 1 << 17
-"""Positions that are counted in advance, for a context that grows, and the most that are kept, in 1 MiB.
-
-Counting a million anew took 0.5 ms where a kernel took 16 ms over as many keys of one head of width 64 in float16.
-"""
-
 
 def window_pair(window: Any) -> tuple[int | None, int | None] | None:
     """Check ``window=(left, right)``."""
@@ -83,9 +77,16 @@ class Consecutive:
     start: int
 
     def array(self, batch: int, tokens: int) -> Array:
-        """Give them as (B, Tk) int64."""
-        row = np.arange(self.start, self.start + tokens, dtype=np.int64) if self.start else _count(tokens)
-        return _for_all(row, batch)
+        """Give them as (B, Tk) int64, which takes memory."""
+        return _for_all(self.of(slice(0, tokens)), batch)
+
+    def of(self, keys: slice) -> Array:
+        """Give those of some keys of a row."""
+        return np.arange(self.start + keys.start, self.start + keys.stop, dtype=np.int64)
+
+    def first(self, batch: int) -> Array:
+        """Give that of the first key as (B, 1) int64."""
+        return _for_all(np.array([self.start], np.int64), batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,22 +153,6 @@ class Positions:
 def _for_all(row: Array, batch: int) -> Array:
     """Give every batch row the same positions."""
     return row[None] if batch == 1 else np.broadcast_to(row, (batch, row.size))
-
-
-def _count(tokens: int) -> Array:
-    """Give 0, 1, 2 and so on, from memory that is filled anew only when it has become too short."""
-    global _counted
-    counted = _counted
-    if tokens > MOST_COUNTED:
-        return np.arange(tokens, dtype=np.int64)
-    if counted.size < tokens:
-        counted = np.arange(-(-tokens // COUNTED_ALONG) * COUNTED_ALONG, dtype=np.int64)
-        counted.flags.writeable = False
-        _counted = counted
-    return counted[:tokens]
-
-
-_counted: Array = np.empty(0, np.int64)
 
 
 def _integer(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy.typing as npt
 
 from treeattn.arguments.devices import Kind
+from treeattn.arguments.positions import Consecutive
 
 __all__ = ["LAYOUTS", "Args", "KVView", "Layout", "Options", "Spec"]
 
@@ -92,8 +93,8 @@ class Spec:
 class Args(NamedTuple):
     """The arrays of one call, as (batch, heads, tokens, width) views.
 
-    ``q_pos`` (B, Tq) and ``kv_pos`` (B, Tk) are int64 and set exactly when ``spec.positional``; where
-    ``spec.on_device``, consecutive ``kv_pos`` are no array but `treeattn.arguments.positions.Consecutive`. ``kv_len``
+    ``q_pos`` (B, Tq) and ``kv_pos`` (B, Tk) are int64 and set exactly when ``spec.positional``; consecutive ``kv_pos``
+    are no array but `treeattn.arguments.positions.Consecutive`; ``kv_positions`` gives an array of them too. ``kv_len``
     (B,) is int64, set exactly when ``spec.ragged``; ``mask`` (B, Hq, Tq, Tk), bool or of the state's dtype, is a
     broadcast view. ``k_scale`` and ``v_scale`` (B, Hkv, blocks) are of the state's dtype; block ``i`` covers tokens ``i
     * k_block`` up to ``(i + 1) * k_block``.
@@ -115,6 +116,13 @@ class Args(NamedTuple):
     def kv_tokens(self) -> int:
         """Keys in this call, hidden ones too."""
         return int(self.k.shape[2])
+
+    @property
+    def kv_positions(self) -> Array | None:
+        """``kv_pos`` as an array, which takes memory where they are consecutive."""
+        kv_pos = self.kv_pos
+        found: Array | None = kv_pos.array(len(self.k), self.kv_tokens) if isinstance(kv_pos, Consecutive) else kv_pos
+        return found
 
 
 class Options(NamedTuple):

@@ -35,7 +35,7 @@ class Holding:
     @classmethod
     def of(cls, spec: Spec, args: Args) -> Holding:
         """Describe this rank's."""
-        return cls(Parcel.of(args).manifest, spec.q_tokens, span_of(args.q_pos), span_of(args.kv_pos))
+        return cls(Parcel.of(args).manifest, spec.q_tokens, span_of(args.q_pos), span_of(args.kv_positions))
 
     def to_json(self) -> dict[str, Any]:
         """Give it as lists, numbers and strings."""

@@ -105,7 +105,7 @@ class Parcel:
         found = {
             "k": args.k,
             "v": args.v,
-            "kv_pos": None if args.kv_pos is None else _once(args.kv_pos, (0,)),
+            "kv_pos": None if (kv_pos := args.kv_positions) is None else _once(kv_pos, (0,)),
             "kv_len": args.kv_len,
             "mask": None if args.mask is None else _once(args.mask, (0, 1, 2)),
             "k_scale": args.k_scale,
