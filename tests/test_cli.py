@@ -198,7 +198,7 @@ def test_topology_measures_a_model_and_plans_beside_it(treeattn, mpirun, tmp_pat
     arguments = ("--calibrate", "--hosts", "a,a,b,b", "--save", str(file), "--json", str(results))
     mpirun(("-m", "treeattn", "topology", *arguments), 4)
     found = json.loads(results.read_text())
-    assert {each["way"] for each in found["samples"]} >= {"inside", "between"}
+    assert {"shared,all", "shared,all,leaders=all"} <= {each["plan"] for each in found["samples"]}
     assert all(each["predicted_us"] > 0 and each["p50_us"] > 0 for each in found["plans"])
     assert found["chosen"] in {each["plan"] for each in found["plans"]}
     assert "latency" in treeattn("topology", "--hosts", "a,a,b,b", "--model", str(file)).out

@@ -95,7 +95,7 @@ def test_who_takes_which_way(hosts, settings, expected, monkeypatch):
     st.sampled_from([None, PIECES]),
     st.sampled_from([None, 1]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_whatever_comes_between_steps_have_their_bits(ways, hosts, bad, plan, seed):
     bad %= len(hosts)
 
@@ -150,7 +150,7 @@ LABELS = st.lists(st.sampled_from(["r/a", "r/b", "s/c", "s/d"]), min_size=2, max
     st.lists(st.sets(st.integers(0, 6)), min_size=2, max_size=4),
     st.none() | st.integers(0, 6),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_by_every_plan_the_bits_are_those_of_rounds_one_by_one(hosts, plan, deterministic, wire_dtype, short, bad):
     """Some ranks, none at first, go the short way, and one may have no state in the middle of it."""
 
