@@ -1,8 +1,8 @@
 """Where compiled code is kept: a folder for each set of sources and each kind of processor.
 
-The first of three places that can be written is taken. A place that can only be read, as in a container's image, still
-serves: what is in it is copied to the place that is taken. Folders of other versions go when nobody has used them for a
-while.
+The first of three places that can be written, and has room, is taken. A place that can only be read, as in a
+container's image, still serves: what is in it is copied to the place that is taken. Folders of other versions go when
+nobody has used them for a while.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ __all__ = ["cache_folder", "clear_cache"]
 NUMBAS: str = config.CACHE_DIR
 """The folder that somebody has given numba. While a thread compiles, numba's own setting is another one."""
 
+ROOM = 2**20
+"""Bytes that must be free where code is to be kept: the largest function's code has a quarter of that."""
+
 UNUSED_DAYS = 14
 """Days after which the folder of another version is removed."""
 
@@ -45,7 +48,8 @@ def cache_folder() -> Path | None:
         with contextlib.suppress(OSError):
             new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
+            with tempfile.TemporaryFile(dir=folder) as tried:
+                os.posix_fallocate(tried.fileno(), 0, ROOM)  # on a full disk, empty files can be made too
                 if new:
                     _remove_unused(root, keep=name)
                 if readable is not None:

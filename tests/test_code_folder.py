@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -183,6 +184,24 @@ def test_code_of_other_versions_goes_when_it_is_long_unused(places):
     assert [folder.exists() for folder in (old, recent, foreign, elsewhere)] == [False, True, True, True]
 
 
+def test_a_full_disk_is_no_place(places):
+    with files_of_at_most(64):
+        assert cache_folder() is None
+    cache_folder.cache_clear()
+    assert cache_folder().parent == places / "first"
+
+
+@contextlib.contextmanager
+def files_of_at_most(nbytes):
+    """Let files have no more bytes, as on a full disk, or where one's share of it is used up."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_using_a_folder_keeps_it(places):
     folder = cache_folder()
     os.utime(folder, (0, 0))
@@ -241,14 +260,9 @@ def kept(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_full_disk_is_no_error(kept):
-    """Files of no more than so many bytes are what a full disk, or a used-up share of it, is."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
-    try:
+def test_a_disk_that_becomes_full_is_no_error(kept):
+    with files_of_at_most(64):
         found = results()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert found == (42, -42)
     assert not list(kept.rglob("*.nbc"))
     assert (results(), loaded()) == ((42, -42), [False, False])
