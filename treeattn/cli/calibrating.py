@@ -43,7 +43,7 @@ SHOWN = 6
 
 LEGEND = """\
 step: a whole merge, from which the model's constants are found; bytes: of a state
-p50, p99: on the slowest rank, of the mean of two in a row
+p50, p99: of the mean of two in a row; of steps on the middle rank, of plans on the slowest
 off: the forecast above what was measured, or below it"""
 
 
