@@ -67,7 +67,6 @@ class Place(NamedTuple):
 _HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _DROWSY_AT, _SLEEP_AT, _STEPS_AT, _USES_AT = range(8)
 _BEFORE_AT, _AFTER_AT, _RECORDS_AT = 8, 10, 12
 
-
 _TARGET, _FIRST, _ROWS, _COUNT, _SOURCES = range(5)
 
 

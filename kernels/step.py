@@ -49,9 +49,9 @@ def run_step(
     board, threads : int
         As `treeattn.kernels.threads.team` gives them.
     none, out, answer, lse, sink, q, k, v, q_pos, kv_pos, kv_len, mask, k_scale, v_scale : int
-        Addresses of objects: None, and arrays or None; one position stands for that of the first key, where keys are
-        consecutive. The state may be None where an answer is wanted, which is of
-        the type ``out_storage`` of the record.
+        Addresses of objects: None, and arrays or None. One position for each row is that of its first key, where keys
+        are consecutive. The state may be None where an answer is wanted, which is of the type ``out_storage`` of the
+        record.
     k_block, v_block : int
         Tokens that a scale is for.
     """

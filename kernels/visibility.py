@@ -112,8 +112,7 @@ def _position(call: Call, task: Task, i: int) -> Any:
 def _range_of_positions(call: Call, task: Task) -> tuple[int, int]:
     low, high = FURTHEST, -FURTHEST
     if call.kv_run:
-        first = pointer(call.kv_pos + task.b * call.kv_pos_b, np.int64)[0] + task.start
-        low, high = first, first + task.keys - 1
+        low, high = _position(call, task, 0), _position(call, task, task.keys - 1)
     elif call.kv_pos_t == 8:  # apart, because only this loop can be vectorised
         positions = pointer(call.kv_pos + task.b * call.kv_pos_b + task.start * 8, np.int64)
         for i in range(task.keys):

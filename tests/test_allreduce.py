@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeattn
+from plans import radices_of
 from states import bits, message_of, sequence, states_of
 from treeattn import PartialState, TreeComm
 from treeattn.planning.plan import HEADER_BYTES, Radices, Stats
@@ -24,15 +25,7 @@ def compiled():
 
 
 RADIX = st.sampled_from([None, 2, 3])
-RADICES = st.builds(
-    Radices,
-    RADIX | st.just("shared"),
-    RADIX,
-    st.booleans(),
-    RADIX | st.just("skip"),
-    st.sampled_from(["exchange", "reduce"]),
-    st.sampled_from([1, 2, "all"]),
-)
+RADICES = radices_of(RADIX, leaders=[1, 2])
 HOSTS = st.lists(st.sampled_from(["a", "b", "r/c", "r/d"]), min_size=1, max_size=7)
 SOME = settings(deadline=None, max_examples=100)
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plans import radices_of
 from treeattn.costs.model import DEFAULT_MODEL, CostModel, read_model
 from treeattn.costs.pricing import cost
 from treeattn.errors import InputError
@@ -34,15 +35,7 @@ def host_maps(draw):
 
 
 RADIX = st.sampled_from([None, 2, 3, 4, 7])
-RADICES = st.builds(
-    Radices,
-    RADIX | st.just("shared"),
-    RADIX,
-    st.booleans(),
-    RADIX | st.just("skip"),
-    st.sampled_from(["exchange", "reduce"]),
-    st.sampled_from([1, 2, 3, 5, "all"]),
-)
+RADICES = radices_of(RADIX, leaders=[1, 2, 3, 5])
 
 
 class Follower:
