@@ -4,26 +4,34 @@ numba's own cache has three gaps that this module closes. A function's entry isn
 calls changes; two processes that fill one index at once can lose or swap entries; and a folder that can't be written
 is an error. Here each set of sources and each kind of processor has a folder of its own, an entry point has exactly
 one signature, one process compiles while the others of the host wait, and without a folder the code lives in memory.
-(`treeattn.kernels.code_folder` chooses the folder.)
+(`treeattn.kernels.code_folder` chooses the folder.) Code that is there already is loaded by all at once, and without
+what numba would read first to be able to compile: of 16 ranks that begin together, each waits for its own alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numba
 from numba.core import config as _config
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
 
 from treeattn.kernels.code_folder import cache_folder
 
 config: Any = _config  # its settings appear at run time, out of a type checker's sight
 
 __all__ = ["Compilation", "account", "compilations", "entry", "inline", "loops", "part", "watching"]
+
+Make: TypeAlias = Callable[[Callable[..., Any], Mapping[str, Any]], Any]
+"""Makes a function ready, with numba's options."""
 
 inline = numba.njit(error_model="numpy", nogil=True, fastmath=False)
 """For functions that kernels call: no contraction, so one sequence of operations gives the same bits everywhere.
@@ -65,8 +73,8 @@ def entry(signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
     def decorate(function: Callable[..., Any]) -> Callable[[], Any]:
         @cache
         def compiled() -> Any:
-            with _noted(function) as hits, _compiling() as options:
-                dispatcher = _kept_if_possible(function, options, make)
+            with _noted(function) as hits:
+                dispatcher = _made_ready(function, make)
                 hits.extend(dispatcher.stats.cache_hits)
             return dispatcher
 
@@ -87,8 +95,8 @@ def part(signature: str) -> Callable[[Callable[..., Any]], Callable[[], int]]:
     def decorate(function: Callable[..., Any]) -> Callable[[], int]:
         @cache
         def compiled() -> Any:
-            with _noted(function) as hits, _compiling() as options:
-                made = _kept_if_possible(function, options, make)
+            with _noted(function) as hits:
+                made = _made_ready(function, make)
                 hits.extend(range(made.cache_hits))
             return made
 
@@ -97,11 +105,44 @@ def part(signature: str) -> Callable[[Callable[..., Any]], Callable[[], int]]:
     return decorate
 
 
-def _kept_if_possible(
-    function: Callable[..., Any],
-    options: Mapping[str, Any],
-    make: Callable[[Callable[..., Any], Mapping[str, Any]], Any],
-) -> Any:
+def _made_ready(function: Callable[..., Any], make: Make) -> Any:
+    """Load a function's code, or compile it while the other processes of this host wait for that."""
+    with _compiling() as options:
+        found = _loaded(function, options, make)
+        if found is None:
+            with _one_process(cache_folder()):
+                found = _loaded(function, options, make) or _kept_if_possible(function, options, make)
+        return found
+
+
+def _loaded(function: Callable[..., Any], options: Mapping[str, Any], make: Make) -> Any:
+    """Give a function from the disk, or None where its code is not there, or damaged."""
+    if options["cache"]:
+        with contextlib.suppress(Exception), _loading():
+            return make(function, options)
+    return None
+
+
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """Let numba load code, but not compile: for that it would read all functions that it knows, which takes longest.
+
+    It has its target do so before it looks for code, and again before it compiles. Loaded code needs no more than the
+    functions by which numba counts references.
+    """
+    target: Any = cpu_target.target_context
+    with global_compiler_lock, contextlib.ExitStack() as changed:
+        for context, refresh in ((target, partial(rtsys.initialize, target)), (target.typing_context, _refuse)):
+            context.refresh = refresh
+            changed.callback(delattr, context, "refresh")
+        yield
+
+
+def _refuse() -> None:
+    raise LookupError("there is no code to load")
+
+
+def _kept_if_possible(function: Callable[..., Any], options: Mapping[str, Any], make: Make) -> Any:
     """Make a function ready, in memory alone where the disk is full, or has a damaged file of it, which then goes."""
     try:
         return make(function, options)
@@ -147,6 +188,7 @@ def watching(begin: Callable[[str], None], end: Callable[[Compilation], None]) -
         _watchers.remove(watcher)
 
 
+_one_thread = threading.Lock()
 _done: list[Compilation] = []
 _watchers: list[tuple[Callable[[str], None], Callable[[Compilation], None]]] = []
 
@@ -167,8 +209,8 @@ def _noted(function: Callable[..., Any]) -> Iterator[list[Any]]:
 def _compiling() -> Iterator[dict[str, Any]]:
     """Give numba's options, with its cache in our folder: it takes the place from its configuration, while it wraps."""
     folder = cache_folder()
-    before = config.CACHE_DIR
-    with _one_process(folder):
+    with _one_thread:
+        before = config.CACHE_DIR
         config.CACHE_DIR = str(folder or "")
         try:
             yield {"error_model": "numpy", "fastmath": False, "cache": folder is not None}

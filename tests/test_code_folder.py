@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import pwd
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,15 +55,16 @@ def partials():
         yield state.packed
         yield state.merge(state).finish()
 
-def merge():
-    values, lse = normal((2, 1, 2, 1, 8), np.float32), normal((2, 1, 2, 1), np.float32)
+def merge(dtype="float32"):
+    values, lse = normal((2, 1, 2, 1, 8), dtype), normal((2, 1, 2, 1), dtype)
     yield treeattn.merge([treeattn.PartialState.from_lse(*each, base="e") for each in zip(values, lse)]).packed
 
 bits, numbers = [], []
 for work, *arguments in json.loads(sys.argv[1]):
     bits += [zlib.crc32(array) for array in globals()[work](*arguments)]
     numbers.append(len(compilations()))
-print(json.dumps({"bits": bits, "numbers": numbers, "folder": str(cache_folder()), "done": compilations()}))
+found = {"bits": bits, "numbers": numbers, "folder": str(cache_folder()), "done": compilations()}
+print(json.dumps({**found, "could_compile": "numba.cpython.charseq" in sys.modules}))
 """
 
 WITHOUT_ROOTS_RIGHTS = ["setpriv", "--bounding-set=-dac_override,-dac_read_search,-fowner"]
@@ -148,6 +151,15 @@ def test_ranks_that_start_on_a_read_only_cache_load_what_it_has(warm, read_only,
     assert len(ranks[0]["bits"]) == 5
     assert {Path(rank["folder"]).parent.parent for rank in ranks} == {tmp_path}
     assert all(each.loaded for rank in ranks for each in rank["done"])
+    assert not any(rank["could_compile"] for rank in ranks), "what compiling takes was read, which takes long"
+
+
+def test_who_has_loaded_code_can_compile(warm, tmp_path):
+    place = tmp_path / "copied"
+    shutil.copytree(warm[1], place)
+    rank = ended(start(place, place, place, work=[("decode",), ("merge", "float64")]))
+    assert [each.loaded for each in rank["done"]] == [True] * rank["numbers"][0] + [False]
+    assert rank["could_compile"]
 
 
 def test_no_place_for_the_cache_is_no_error(tmp_path):
@@ -267,6 +279,17 @@ def test_a_disk_that_becomes_full_is_no_error(kept):
     assert not list(kept.rglob("*.nbc"))
     assert (results(), loaded()) == ((42, -42), [False, False])
     assert (results(), loaded()) == ((42, -42), [True, True])
+
+
+def test_code_is_loaded_while_another_process_compiles(kept):
+    results()
+    with ThreadPoolExecutor(1) as thread, open(kept / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            assert thread.submit(results).result(timeout=60) == (42, -42)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+    assert loaded() == [True, True]
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle"])
