@@ -130,12 +130,12 @@ def raw(comm: treeattn.TreeComm, state: treeattn.PartialState) -> dict[str, Call
     swap = team_of(comm).session.shortcut
     if not isinstance(swap, Swap):
         return {}
-    run, (slots, own), out = swap._run, swap._arguments, comm.allreduce(state)
-    own = own.copy()
+    run, own, out = swap._run, swap._own.copy(), comm.allreduce(state)
     own[Own._fields.index("yields")] = FOR_EVER
+    addresses = id(state._packed), id(out._packed), own.ctypes.data
 
-    def call() -> Any:
-        run(state._packed, out._packed, slots, own)
+    def call(kept: Any = own) -> Any:
+        run(*addresses)
         return out
 
     return {"raw": call}

@@ -7,24 +7,31 @@ what every Python object has come the elements' address, the number of axes, and
 
 from __future__ import annotations
 
+from ctypes import c_int32, c_int64
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
-from treeattn.kernels.compilation import entry, inline
+from treeattn.kernels.compilation import inline
 from treeattn.kernels.memory import pointer
 
-__all__ = ["check_objects", "data_of", "length_of", "read_array"]
+__all__ = ["check_objects", "data_of", "elements_of", "length_of", "read_array"]
 
 HEAD = object.__basicsize__
 """Bytes that every Python object begins with."""
 
 
 @inline
+def elements_of(array: int) -> int:
+    """Give the address of the first element of the array object at an address."""
+    elements: int = pointer(array + HEAD, np.int64)[0]
+    return elements
+
+
+@inline
 def data_of(array: int, none: int) -> int:
-    """Give the address of the first element of the array object at an address; 0 for None, which is at ``none``."""
-    return 0 if array == none else int(pointer(array + HEAD, np.int64)[0])
+    """Give the address of the first element of an array object; 0 for None, which is at ``none``."""
+    return 0 if array == none else elements_of(array)
 
 
 @inline
@@ -48,13 +55,12 @@ def read_array(array: int, none: int, target: int) -> None:
 @cache
 def check_objects() -> None:
     """Make sure that NumPy's objects are as this module takes them to be; a RuntimeError if they are not."""
-    array, found = np.zeros((2, 3, 5), np.int16)[:, ::2], np.zeros(5, np.int64)
-    _look()(id(array), id(None), found)
-    if found.tolist() != [array.__array_interface__["data"][0], *array.strides, array.shape[0]]:
+    array = np.zeros((2, 3, 5), np.int16)[:, ::2]
+    elements, _, lengths, strides = (c_int64 * 4).from_address(id(array) + HEAD)
+    axes = c_int32.from_address(id(array) + HEAD + 8).value
+    if elements != array.ctypes.data or axes != 3 or _three(lengths) != array.shape or _three(strides) != array.strides:
         raise RuntimeError(f"NumPy {np.__version__} lays out its arrays in a way that treeattn's kernels don't know")
 
 
-@entry("void(int64, int64, int64[::1])")
-def _look(array: int, none: int, found: npt.NDArray[np.int64]) -> None:
-    read_array(array, none, found.ctypes.data)
-    found[-1] = length_of(array, 0)
+def _three(address: int) -> tuple[int, ...]:
+    return tuple((c_int64 * 3).from_address(address)) if address else ()

@@ -76,7 +76,8 @@ def entry(signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
             with _noted(function) as hits:
                 dispatcher = _made_ready(function, make)
                 hits.extend(dispatcher.stats.cache_hits)
-            return dispatcher
+            (only,) = dispatcher.overloads.values()
+            return only.entry_point  # the dispatcher would look for the one that takes such arguments, in every call
 
         return compiled
 

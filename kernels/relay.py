@@ -8,11 +8,13 @@ the same rounds one by one understand each other with those that do this.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from treeattn.kernels.array_objects import check_objects, elements_of
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.memory import itemsize, pointer
 from treeattn.kernels.window import (
@@ -24,14 +26,15 @@ from treeattn.kernels.window import (
     collect,
     compare,
     copy_words,
+    numbers_at,
     raise_flag,
     sleep,
 )
-from treeattn.kernels.wire_rows import merge_rows, merge_to_state, pack_rows
+from treeattn.kernels.wire_rows import Address, merge_rows, merge_to_state, pack_rows
 from treeattn.kernels.wire_storage import KINDS, row_bytes
 from treeattn.wire_form import WireForm
 
-__all__ = ["DIFFERENT", "Place", "follow_at", "gather_at", "spread_at", "table"]
+__all__ = ["DIFFERENT", "Place", "Tables", "follow_at", "gather_at", "place_of", "spread_at", "table"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -43,11 +46,11 @@ DROWSY = 16
 
 
 class Place(NamedTuple):
-    """What a rank has of its own, in this order: addresses, but for three numbers.
+    """What a rank has of its own, in this order: addresses, but for these numbers.
 
-    Behind them are its two slots, for even uses and for odd ones, for what it publishes before its messages, and the
-    same for after them, 0 where it publishes nothing; and then its records of all pieces, each address that of rows
-    which are behind their header.
+    Behind them, as `place_of` has it, are its two slots, for even uses and for odd ones, for what it publishes before
+    its messages, and the same for after them, 0 where it publishes nothing; then where the tables of `Tables` are; and
+    then its records of all pieces, each address that of rows which are behind their header.
     """
 
     header: int
@@ -62,10 +65,37 @@ class Place(NamedTuple):
     steps: int
     uses: int
     """Where they are counted."""
+    width: int
+    """Of a packed state."""
+    records: int
+    """How many there are."""
+
+
+class Tables(NamedTuple):
+    """What there is to do in a step, and with whom; all but ``came`` for even uses, and then for odd ones.
+
+    Jobs are lines of `table`, slots are addresses.
+    """
+
+    packs: Array
+    """Jobs that pack the state, to slots or records."""
+    others: Array
+    """Slots of the ranks of this host whose states are merged then."""
+    merges: Array
+    """Jobs that merge them, or copy what is alone."""
+    came: Array
+    """Records that come last in messages, each behind its header."""
+    ends: Array
+    """Jobs that merge what there is in the end, to a slot where there is a target."""
+    leaders: Array
+    """Slots of ranks of this host that publish other pieces."""
+    answers: Array
+    """Jobs that unpack these."""
 
 
 _HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _DROWSY_AT, _SLEEP_AT, _STEPS_AT, _USES_AT = range(8)
-_BEFORE_AT, _AFTER_AT, _RECORDS_AT = 8, 10, 12
+_WIDTH_AT, _RECORD_COUNT_AT, _BEFORE_AT, _AFTER_AT = 8, 9, 10, 12
+_PACKS_AT, _OTHERS_AT, _MERGES_AT, _CAME_AT, _ENDS_AT, _LEADERS_AT, _ANSWERS_AT, _RECORDS_AT = range(14, 38, 3)
 
 _TARGET, _FIRST, _ROWS, _COUNT, _SOURCES = range(5)
 
@@ -83,89 +113,83 @@ def table(jobs: Sequence[tuple[int, int, int, Sequence[int]]]) -> Array:
     return lines
 
 
+def place_of(own: Place, slots: Sequence[int], tables: Tables, records: Sequence[int]) -> Array:
+    """Write down for compiled code what a rank has; ``tables`` have to be kept, for only their addresses are there."""
+    where = [(each.ctypes.data, len(each), each[:1].size) for each in tables]
+    return np.array([*own, *slots, *chain(*where), *records], np.int64)
+
+
 def gather_at(form: WireForm) -> Any:
     """Compiled: the first part of a step, before a rank's messages.
 
-    Its arguments are the state; jobs that pack it, to slots or records; the slots of the ranks of this host whose
-    states are merged then; jobs that merge them, or copy what is alone; and what `Place` names. Of jobs and slots there
-    are those for even uses, and then as many for odd ones. It takes the next step's number, packs and publishes in any
-    case; what it returns is what it found of the others: there are merged records if that is ``EQUAL``.
+    Its arguments are addresses: of the state's array object, and of what `place_of` gives. It takes the next step's
+    number, packs and publishes in any case; what it returns is what it found of the others: there are merged records
+    if that is ``EQUAL``.
     """
+    check_objects()
     return _GATHER[form.o_dtype]()
 
 
 def spread_at(form: WireForm) -> Any:
     """Compiled: the last part of a step, after a rank's messages.
 
-    Its arguments are the result; the records that came last, each behind its header; jobs that merge what there is, to
-    a slot where there is a target; the slots of ranks of this host that publish other pieces; jobs that unpack these;
-    and what `Place` names. Jobs and slots are for even and odd uses. It returns ``DIFFERENT``, and has done nothing, if
-    a header is not its own; else it has published, and there is a result if that is ``EQUAL``; if ``WAITING``, others
-    are late or differ.
+    Its arguments are addresses: of the result's array object, and of what `place_of` gives. It returns ``DIFFERENT``,
+    and has done nothing, if a header is not its own; else it has published, and there is a result if that is ``EQUAL``;
+    if ``WAITING``, others are late or differ.
     """
+    check_objects()
     return _SPREAD[form.o_dtype]()
 
 
 def follow_at(form: WireForm) -> Any:
     """Compiled: the whole step of a rank without messages.
 
-    Its arguments are the state, and those of the last part and of the first one. It returns 0 if there is a result,
-    else 1 or 2 for the part that did not go well.
+    Its arguments are the addresses of the array objects of the state and of the result, and of what `place_of` gives.
+    It returns 0 if there is a result, else 1 or 2 for the part that did not go well.
     """
+    check_objects()
     return _FOLLOW[form.o_dtype]()
 
 
 def _gather_of(dtype: Any, kind: Any) -> Any:
-    states = f"{np.dtype(dtype).name}[:,:,:,::1]"
-
-    @entry(f"int64({states}, int64[:,::1], int64[::1], int64[:,::1], int64[::1])")
-    def gather(state: Array, packs: Array, others: Array, merges: Array, place: Array) -> int:
-        found: int = _gather(state, packs, others, merges, place, dtype, kind)
+    @entry("int64(int64, int64)")
+    def gather(state: int, place: int) -> int:
+        found: int = _gather(elements_of(state), pointer(place, np.int64), dtype, kind)
         return found
 
     return gather
 
 
 def _spread_of(dtype: Any, kind: Any) -> Any:
-    states = f"{np.dtype(dtype).name}[:,:,:,::1]"
-
-    @entry(f"int64({states}, int64[::1], int64[:,::1], int64[::1], int64[:,::1], int64[::1])")
-    def spread(out: Array, came: Array, ends: Array, leaders: Array, answers: Array, place: Array) -> int:
-        found: int = _spread(out, came, ends, leaders, answers, place, dtype, kind)
+    @entry("int64(int64, int64)")
+    def spread(out: int, place: int) -> int:
+        found: int = _spread(elements_of(out), pointer(place, np.int64), dtype, kind)
         return found
 
     return spread
 
 
 def _follow_of(dtype: Any, kind: Any) -> Any:
-    states = f"{np.dtype(dtype).name}[:,:,:,::1]"
-    tables = "int64[:,::1], int64[::1], int64[:,::1]"
-
-    @entry(f"int64({states}, {states}, {tables}, int64[::1], {tables}, int64[::1])")
-    def follow(
-        state: Array, out: Array, packs: Array, others: Array, merges: Array,
-        came: Array, ends: Array, leaders: Array, answers: Array, place: Array,
-    ) -> int:  # fmt: skip
-        if _gather(state, packs, others, merges, place, dtype, kind) != EQUAL:
+    @entry("int64(int64, int64, int64)")
+    def follow(state: int, out: int, at: int) -> int:
+        place = pointer(at, np.int64)
+        if _gather(elements_of(state), place, dtype, kind) != EQUAL:
             return 1
-        return 0 if _spread(out, came, ends, leaders, answers, place, dtype, kind) == EQUAL else 2
+        return 0 if _spread(elements_of(out), place, dtype, kind) == EQUAL else 2
 
     return follow
 
 
 @inline
-def _gather(
-    state: Array, packs: Array, others: Array, merges: Array, place: Array, dtype: Any, kind: Any
-) -> int:  # fmt: skip
-    width, space, use, found = state.shape[3], place[_ROOM_AT], _begin_step(place), EQUAL
-    source, size = np.int64(state.ctypes.data), width * itemsize(dtype)
-    packs, merges = _half(packs, use), _half(merges, use)
+def _gather(state: Address, place: Any, dtype: Any, kind: Any) -> int:
+    width, space, use, found = place[_WIDTH_AT], place[_ROOM_AT], _begin_step(place), EQUAL
+    packs, merges, others = _jobs(place, _PACKS_AT, use), _jobs(place, _MERGES_AT, use), _slots(place, _OTHERS_AT, use)
     for at in range(len(packs)):
         job = packs[at]
-        pack_rows(job[_TARGET], source + job[_FIRST] * size, job[_ROWS], width, space, dtype, kind)
-    _raise_flag(place[_BEFORE_AT:_AFTER_AT], use, place)
+        pack_rows(job[_TARGET], state + job[_FIRST] * width * itemsize(dtype), job[_ROWS], width, space, dtype, kind)
+    _raise_flag(place, _BEFORE_AT, use)
     if others.size > 0:
-        found = _await(_half(others, use), use, place)
+        found = _await(others, use, place)
     if found == EQUAL:
         for at in range(len(merges)):
             _merge(merges[at], width, space, dtype, kind)
@@ -183,33 +207,30 @@ def _merge(job: Array, width: int, space: int, dtype: Any, kind: Any) -> None:
 
 
 @inline
-def _spread(
-    out: Array, came: Array, ends: Array, leaders: Array, answers: Array, place: Array, dtype: Any, kind: Any
-) -> int:  # fmt: skip
-    width, space, use = out.shape[3], place[_ROOM_AT], pointer(place[_USES_AT], np.int64)[0] + 2
-    ends, answers = _half(ends, use), _half(answers, use)
-    if compare(came, place[_HEADER_AT]) != EQUAL:
+def _spread(out: Address, place: Any, dtype: Any, kind: Any) -> int:
+    width, space, use = place[_WIDTH_AT], place[_ROOM_AT], pointer(place[_USES_AT], np.int64)[0] + 2
+    ends, leaders = _jobs(place, _ENDS_AT, use), _slots(place, _LEADERS_AT, use)
+    if compare(numbers_at(place[_CAME_AT], place[_CAME_AT + 1]), place[_HEADER_AT]) != EQUAL:
         return DIFFERENT
     for at in range(len(ends)):
         if ends[at][_TARGET] != 0:
             merge_rows(ends[at][_TARGET], _sources(ends[at]), ends[at][_ROWS], width, space, dtype, kind)
-    _raise_flag(place[_AFTER_AT:_RECORDS_AT], use, place)
-    _unpack(out, ends, space, dtype, kind)
+    _raise_flag(place, _AFTER_AT, use)
+    _unpack(out, ends, width, space, dtype, kind)
     if leaders.size > 0:
-        if _await(_half(leaders, use), use, place) != EQUAL:
+        if _await(leaders, use, place) != EQUAL:
             return WAITING
-        _unpack(out, answers, space, dtype, kind)
+        _unpack(out, _jobs(place, _ANSWERS_AT, use), width, space, dtype, kind)
     return EQUAL
 
 
 @inline
-def _unpack(out: Array, jobs: Array, space: int, dtype: Any, kind: Any) -> None:
+def _unpack(out: Address, jobs: Array, width: int, space: int, dtype: Any, kind: Any) -> None:
     """Write rows to the result: what was merged to a target, or what is to be merged."""
-    to, width = np.int64(out.ctypes.data), out.shape[3]
     for at in range(len(jobs)):
         job = jobs[at]
         sources = _sources(job) if job[_TARGET] == 0 else job[_TARGET : _TARGET + 1]
-        merge_to_state(to + job[_FIRST] * width * itemsize(dtype), sources, job[_ROWS], width, space, dtype, kind)
+        merge_to_state(out + job[_FIRST] * width * itemsize(dtype), sources, job[_ROWS], width, space, dtype, kind)
 
 
 @inline
@@ -223,35 +244,44 @@ _FOLLOW = {name: _follow_of(*both) for name, both in KINDS.items()}
 
 
 @inline
-def _begin_step(place: Array) -> int:
+def _begin_step(place: Any) -> int:
     """Write the next step's number to the header, and that to all records; give the number of the use that is next."""
     steps, header = pointer(place[_STEPS_AT], np.int64), place[_HEADER_AT]
     steps[0] += 1
     pointer(header, np.int64)[0] = steps[0]
-    for record in place[_RECORDS_AT:]:
-        copy_words(record - HEADER, header, HEADER)
+    for at in range(place[_RECORD_COUNT_AT]):
+        copy_words(place[_RECORDS_AT + at] - HEADER, header, HEADER)
     use: int = pointer(place[_USES_AT], np.int64)[0] + 1
     return use
 
 
 @inline
-def _half(both: Array, use: int) -> Array:
-    """Give what is for even uses, the first half, or for odd ones."""
-    count, odd = len(both) // 2, use % 2
-    return both[odd * count : (odd + 1) * count]
+def _jobs(place: Any, at: int, use: int) -> Array:
+    """Give the lines of a table that are for even uses, the first half, or for odd ones."""
+    count, columns = place[at + 1] // 2, place[at + 2]
+    jobs: Array = numbers_at(place[at] + 8 * (use % 2) * count * columns, (count, columns))
+    return jobs
 
 
 @inline
-def _raise_flag(slots: Array, use: int, place: Array) -> None:
+def _slots(place: Any, at: int, use: int) -> Array:
+    """Give the slots that are for even uses, or for odd ones."""
+    count = place[at + 1] // 2
+    slots: Array = numbers_at(place[at] + 8 * (use % 2) * count, count)
+    return slots
+
+
+@inline
+def _raise_flag(place: Any, at: int, use: int) -> None:
     """Publish what is in this rank's slot, where somebody is to read it."""
-    slot = _half(slots, use)[0]
+    slot = place[at + use % 2]
     if slot != 0:
         copy_words(slot - HEADER, place[_HEADER_AT], HEADER)
         raise_flag(slot - BEFORE_STATE, use)
 
 
 @inline
-def _await(slots: Array, use: int, place: Array) -> int:
+def _await(slots: Array, use: int, place: Any) -> int:
     """Look for what others publish, and sleep until they do."""
     header, spins, yields = place[_HEADER_AT], place[_SPINS_AT], place[_YIELDS_AT]
     if place[_DROWSY_AT] > 0:

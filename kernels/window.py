@@ -10,17 +10,20 @@ from __future__ import annotations
 import platform
 from typing import Any, NamedTuple, TypeAlias
 
+import numba as _numba
 import numpy as np
 import numpy.typing as npt
 from numba import types as _types
 
+from treeattn.kernels.array_objects import check_objects, elements_of
 from treeattn.kernels.compilation import entry, inline
 from treeattn.kernels.memory import fence, itemsize, load_acquire, nanoseconds, next_task, pointer, store_release
 from treeattn.kernels.wire_rows import Address, merge_to_state, pack_rows, room
 from treeattn.kernels.wire_storage import KINDS, row_bytes
 from treeattn.wire_form import WireForm
 
-types: Any = _types  # untyped: its names appear at run time
+numba: Any = _numba  # untyped, like the next: its names appear at run time
+types: Any = _types
 
 __all__ = [
     "BEFORE_STATE",
@@ -34,6 +37,7 @@ __all__ = [
     "collect_at",
     "compare",
     "copy_words",
+    "numbers_at",
     "publish_at",
     "raise_flag",
     "room",
@@ -80,6 +84,13 @@ class Own(NamedTuple):
     even_common: int
     odd_common: int
     """What ranks that share the merging have in common; 0 where each merges for itself."""
+    rows: int
+    width: int
+    """Of a state."""
+    ranks: int
+    slots: int
+    """Where the slots of all ranks are named, in the order of merging, for even uses and for odd ones, with room for
+    as many addresses as there are ranks behind them."""
 
 
 _AWAKE = 20_000_000
@@ -123,11 +134,11 @@ def sleep_at() -> Any:
 def swap_at(form: WireForm) -> Any:
     """Compiled: a whole step of ranks that all get the merge of all states.
 
-    Its arguments are the rank's state; the result; slots, which are those of all ranks in the order of merging, for
-    even uses and for odd ones, and room for as many addresses as there are ranks; and what `Own` names. It takes the
-    next step's number and publishes in any case; if what it finds and returns is ``EQUAL``, it has merged, and counted
-    a use and a round.
+    Its arguments are addresses: of the array objects of the rank's state and of the result, and of what `Own` names. It
+    takes the next step's number and publishes in any case; if what it finds and returns is ``EQUAL``, it has merged,
+    and counted a use and a round.
     """
+    check_objects()
     return _SWAP[form.o_dtype]()
 
 
@@ -162,49 +173,45 @@ def sleep(slots: Array, use: int, limit: int) -> None:
 
 
 def _swap_of(dtype: Any, kind: Any) -> Any:
-    states = f"{np.dtype(dtype).name}[:,:,:,::1]"
-
-    @entry(f"int64({states}, {states}, int64[::1], int64[::1])")
-    def swap(state: Array, out: Array, slots: Array, own: Array) -> int:
-        found: int = _swap(state, out, slots, own, dtype, kind)
+    @entry("int64(int64, int64, int64)")
+    def swap(state: int, out: int, own: int) -> int:
+        found: int = _swap(elements_of(state), elements_of(out), pointer(own, np.int64), dtype, kind)
         return found
 
     return swap
 
 
 _SWAP = {name: _swap_of(*both) for name, both in KINDS.items()}
-_HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _PARTS_AT, _STEPS_AT = range(6)
-_USES_AT, _ROUNDS_AT, _SLOT_AT, _COMMON_AT = 6, 7, 8, 10
+_HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _PARTS_AT, _STEPS_AT, _USES_AT, _ROUNDS_AT = range(8)
+_SLOT_AT, _COMMON_AT, _ROWS_AT, _WIDTH_AT, _RANKS_AT, _SLOTS_AT = 8, 10, 12, 13, 14, 15
 
 
 @inline
-def _swap(state: Array, out: Array, slots: Array, own: Array, dtype: Any, kind: Any) -> int:
+def _swap(state: Address, out: Address, own: Any, dtype: Any, kind: Any) -> int:
     header, space, spins, yields = own[_HEADER_AT], own[_ROOM_AT], own[_SPINS_AT], own[_YIELDS_AT]
+    rows, width, ranks = own[_ROWS_AT], own[_WIDTH_AT], own[_RANKS_AT]
     steps, uses = pointer(own[_STEPS_AT], np.int64), pointer(own[_USES_AT], np.int64)
     rounds = pointer(own[_ROUNDS_AT], np.int64)
     steps[0] += 1
     pointer(header, np.int64)[0] = steps[0]
-    use, ranks = uses[0] + 1, slots.size // 3
+    use = uses[0] + 1
     odd = use % 2
-    slot, common = own[_SLOT_AT + odd], own[_COMMON_AT + odd]
+    slot, common, slots = own[_SLOT_AT + odd], own[_COMMON_AT + odd], numbers_at(own[_SLOTS_AT], 3 * ranks)
     sources, shifted = slots[odd * ranks : (odd + 1) * ranks], slots[2 * ranks :]
-    width = state.shape[3]
-    rows = state.size // width
     # All have left the use before the last, so nobody counts here any more, and nobody does again before all have
     # published. Each clears: any of the others may take a longer way through this step, which does not.
     if common != 0:
         pointer(common + TAKEN, np.int64)[0] = 0
         pointer(common + MERGED, np.int64)[0] = 0
     copy_words(slot - HEADER, header, HEADER)
-    pack_rows(slot, np.int64(state.ctypes.data), rows, width, space, dtype, kind)
+    pack_rows(slot, state, rows, width, space, dtype, kind)
     raise_flag(slot - BEFORE_STATE, use)
     found = collect(sources, header, use, spins, yields)
     if found == EQUAL:
-        target = np.int64(out.ctypes.data)
         if common == 0 or not _merge_together(
-            target, sources, shifted, rows, width, space, common, own[_PARTS_AT], spins, yields, dtype, kind
+            out, sources, shifted, rows, width, space, common, own[_PARTS_AT], spins, yields, dtype, kind
         ):
-            merge_to_state(target, sources, rows, width, space, dtype, kind)
+            merge_to_state(out, sources, rows, width, space, dtype, kind)
         uses[0] = use
         rounds[0] += 1
     return found
@@ -271,6 +278,13 @@ def raise_flag(flag: int, use: int) -> None:
     if load_acquire(flag + ASLEEP) != 0:
         store_release(flag + ASLEEP, 0)
         _syscall(_FUTEX, flag, _FUTEX_WAKE, _EVERYONE, 0, 0, 0)
+
+
+@inline
+def numbers_at(address: int, shape: Any) -> Array:
+    """Give the numbers (int64) at an address as an array."""
+    found: Array = numba.carray(pointer(address, np.int64), shape)
+    return found
 
 
 @inline

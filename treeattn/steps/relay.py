@@ -48,29 +48,29 @@ def relay_of(plan: Plan, rank: int) -> type[Shortcut] | None:
 class _Relay(Shortcut):
     """What ranks with messages and those without have in common."""
 
-    def _prepare(self) -> tuple[Callable[..., int], tuple[Any, Any]]:
+    def _prepare(self) -> tuple[Callable[[int, int, int], int], Array]:
         exchange, rank = self._exchange, self._channel.rank
         self._parts, rows = parts_of(exchange.plan, rank), spans(exchange.form.rows, exchange.plan.pieces)
         own = zip(self._parts, exchange.parts, rows, strict=True)
         self._pieces = [Piece(*each, exchange.window, rank) for each in own]
-        self._place = self._own_place()
         self._prepare_step()
-        return self._step, (self._before(), self._after())
+        return self._step, self._own_place()
 
     @abstractmethod
     def _prepare_step(self) -> None:
-        """Make ready what `_step` takes besides what `_before` and `_after` give."""
+        """Make ready what `_step` takes besides this rank's own."""
 
     @abstractmethod
-    def _step(self, state: Any, out: Any, before: Any, after: Any) -> int:
+    def _step(self, state: int, out: int, place: int) -> int:
         """Give 0 for a whole step, else 1 more than the place of the round in which it ends."""
 
     def _own_place(self) -> Array:
         """Give what is this rank's own in compiled code."""
-        window, parts = self._exchange.window, self._parts
-        self._uses = Count() if window is None else window.uses
-        self._room = compiled().room(self._channel.size, self._exchange.form)
-        place = relay_code().Place(
+        exchange, parts = self._exchange, self._parts
+        self._uses = Count() if exchange.window is None else exchange.window.uses
+        self._room, self._tables = compiled().room(self._channel.size, exchange.form), self._own_tables()
+        records = [each.address(0) for each in exchange.parts]
+        own = relay_code().Place(
             header=self._header.ctypes.data,
             room=self._room.ctypes.data,
             spins=SPINS,
@@ -79,26 +79,29 @@ class _Relay(Shortcut):
             sleep=SLEEP.ctypes.data,
             steps=self._channel.steps.address,
             uses=self._uses.address,
+            width=exchange.form.width,
+            records=len(records),
         )
-        own = [*self._own_slots(part.before for part in parts), *self._own_slots(part.after for part in parts)]
-        records = [each.address(0) for each in self._exchange.parts]
-        return np.array([*place, *own, *records], np.int64)
+        slots = [*self._own_slots(part.before for part in parts), *self._own_slots(part.after for part in parts)]
+        place: Array = relay_code().place_of(own, slots, self._tables, records)
+        return place
+
+    def _own_tables(self) -> Any:
+        """Give what there is to do in a step: `treeattn.kernels.relay.Tables`."""
+        return relay_code().Tables(
+            packs=self._jobs(Piece.packs),
+            others=self._sources([part.before for part in self._parts if part.leads]),
+            merges=self._jobs(Piece.merges),
+            came=np.array([record for piece in self._pieces for record in piece.came], np.int64),
+            ends=self._jobs(Piece.ends),
+            leaders=self._sources([part.after for part in self._parts if part.follows]),
+            answers=self._jobs(Piece.answers),
+        )
 
     def _own_slots(self, steps: Iterable[RankRound | None]) -> list[int]:
         """Give this rank's slots if it publishes in any of these steps; else zeros."""
         speaks = any(step is not None and step.sends for step in steps)
         return self._slots([self._channel.rank]) if speaks else [0, 0]
-
-    def _before(self) -> tuple[Array, Array, Array]:
-        """Give what `kernels.relay.gather_at` takes."""
-        steps = [part.before for part in self._parts if part.leads]
-        return self._jobs(Piece.packs), self._sources(steps), self._jobs(Piece.merges)
-
-    def _after(self) -> tuple[Array, Array, Array, Array]:
-        """Give what `kernels.relay.spread_at` takes."""
-        steps = [part.after for part in self._parts if part.follows]
-        came = np.array([record for piece in self._pieces for record in piece.came], np.int64)
-        return came, self._jobs(Piece.ends), self._sources(steps), self._jobs(Piece.answers)
 
     def _jobs(self, of: Callable[[Piece, int], Sequence[Rows]]) -> Array:
         """Give jobs for even uses, and then for odd ones."""
@@ -127,10 +130,10 @@ class _Follower(_Relay):
     """A rank without messages: it publishes, and sleeps until others have."""
 
     def _prepare_step(self) -> None:
-        self._whole: Callable[..., int] = relay_code().follow_at(self._exchange.form)
+        self._whole: Callable[[int, int, int], int] = relay_code().follow_at(self._exchange.form)
 
-    def _step(self, state: Any, out: Any, before: Any, after: Any) -> int:
-        found = self._whole(state, out, *before, *after, self._place)
+    def _step(self, state: int, out: int, place: int) -> int:
+        found = self._whole(state, out, place)
         if found == 0:
             self._exchange.ran()
         return found
@@ -140,19 +143,19 @@ class _Speaker(_Relay):
     """A rank with messages: it merges what its host's ranks have before them, and passes the result on after."""
 
     def _prepare_step(self) -> None:
-        self._gather: Callable[..., int] = relay_code().gather_at(self._exchange.form)
-        self._spread: Callable[..., int] = relay_code().spread_at(self._exchange.form)
+        self._gather: Callable[[int, int], int] = relay_code().gather_at(self._exchange.form)
+        self._spread: Callable[[int, int], int] = relay_code().spread_at(self._exchange.form)
         places = [(at, each) for at, each in enumerate(self._exchange.rounds) if isinstance(each, MessageRound)]
         *self._earlier, (self._at, self._last) = places
-        self._own = memoryview(self._header.view(np.uint8).data)
+        self._own_header = memoryview(self._header.view(np.uint8).data)
 
-    def _step(self, state: Any, out: Any, before: Any, after: Any) -> int:
-        if self._gather(state, *before, self._place) != 0:
+    def _step(self, state: int, out: int, place: int) -> int:
+        if self._gather(state, place) != 0:
             return 1
         ended = self._channel.call(self._swap)
         if ended:
             return ended
-        found = self._spread(out, *after, self._place)
+        found = self._spread(out, place)
         if found != 0:
             return self._stopped(found)
         self._exchange.start_ahead()
@@ -165,7 +168,7 @@ class _Speaker(_Relay):
             each.post(True)
             each.wait(nothing)
             for header in each.headers():
-                if header != self._own:
+                if header != self._own_header:
                     return 1 + at
             each.merge()
         self._last.post(True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from treeattn.execution.agreement import Attempt, Header, Signature
 from treeattn.execution.executor import Exchange
@@ -14,6 +15,8 @@ from treeattn.state import PartialState
 from treeattn.steps.channel import Channel
 
 __all__ = ["Shortcut"]
+
+Array: TypeAlias = npt.NDArray[Any]
 
 
 class Shortcut(ABC):
@@ -49,7 +52,7 @@ class Shortcut(ABC):
     ) -> None:
         self._go_on = go_on
         self._exchange, self._channel, self._tally, self._usage = exchange, channel, channel.tally, exchange.usage
-        self._guard, self._enter, self._leave = channel.guard, channel.guard.lock.acquire, channel.guard.lock.release
+        self._guard, self._enter, self._leave = channel.guard, channel.guard.free.pop, channel.guard.free.append
         self._ops, self._shape, self._dtype = state.ops, state._packed.shape, state._packed.dtype
         self._header = np.zeros(4, np.int64)
         self._header.view(np.uint8)[:] = np.frombuffer(Header(0, 0, signature.digest, 0).pack(), np.uint8)
@@ -57,12 +60,15 @@ class Shortcut(ABC):
         self._last_state: Any = signature  # which nobody passes
         self._last_out: Any = signature
         self._check, self._checked = self._header.view(np.uint64)[3:], 0
-        self._run, self._arguments = self._prepare()
-        self._third, self._fourth = self._arguments
+        self._run, self._own = self._prepare()
+        self._own_at = self._own.ctypes.data
 
     @abstractmethod
-    def _prepare(self) -> tuple[Callable[..., int], tuple[Any, Any]]:
-        """Give what takes (packed state, packed result, two arguments), and these two; it gives 0 for a whole step."""
+    def _prepare(self) -> tuple[Callable[[int, int, int], int], Array]:
+        """Give what runs a whole step and gives 0 if all was well, and the memory that it needs of this rank.
+
+        It takes addresses: those of the array objects of a packed state and of a packed result, and of that memory.
+        """
 
     @abstractmethod
     def _otherwise(self, found: int, attempt: Attempt, out: PartialState | None) -> PartialState | None:
@@ -87,7 +93,9 @@ class Shortcut(ABC):
             return None
         found: int | None = 0
         try:
-            if not self._enter(False):
+            try:
+                entered = self._enter()
+            except IndexError:
                 return None
             try:
                 merged: PartialState = state._like(np.empty(self._shape, self._dtype)) if out is None else out
@@ -95,13 +103,13 @@ class Shortcut(ABC):
                 if check != self._checked:
                     self._check[0] = self._checked = check
                 found = None
-                found = self._run(state._packed, merged._packed, self._third, self._fourth)
+                found = self._run(id(state._packed), id(merged._packed), self._own_at)
                 if found == 0:
                     self._tally.usage = self._usage
                     return merged
                 return self._otherwise(found, attempt or Attempt(self.signature, state, None), out)
             finally:
-                self._leave()
+                self._leave(entered)
         except BaseException as error:
             if found is None or not isinstance(error, Exception):  # a signal has cut it short
                 self._channel.break_off(error)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from treeattn.execution.agreement import Attempt
 from treeattn.execution.window import compiled
@@ -16,6 +17,8 @@ from treeattn.steps.shortcut import Shortcut
 
 __all__ = ["Swap"]
 
+Array: TypeAlias = npt.NDArray[Any]
+
 
 class Swap(Shortcut):
     """The way through a plan that is one round in a window; parameters are those of `Shortcut`."""
@@ -25,8 +28,8 @@ class Swap(Shortcut):
         """Whether this is a way through a plan."""
         return len(plan.rounds) == 1 and plan.rounds[0].shared
 
-    def _prepare(self) -> tuple[Callable[..., int], tuple[Any, Any]]:
-        """Give the compiled step, the slots of all ranks, and what is this rank's own: see `kernels.window.swap_at`."""
+    def _prepare(self) -> tuple[Callable[[int, int, int], int], Array]:
+        """Give the compiled step, and what is this rank's own: see `treeattn.kernels.window.swap_at`."""
         (self._round,) = self._exchange.rounds
         window, transport, form = self._exchange.window, self._exchange.transport, self._exchange.form
         assert window is not None, "a swap is one in a window"
@@ -34,7 +37,7 @@ class Swap(Shortcut):
         slots = [window.address(rank, use) for use in (0, 1) for rank in ranks]
         nbytes = int(np.prod(self._shape)) * self._dtype.itemsize  # a state is longer than its rows of 16 bit
         even, odd = (window.common(use, nbytes) for use in (0, 1))
-        self._room = compiled().room(transport.size, form)
+        self._room, self._slots = compiled().room(transport.size, form), np.array([*slots, *ranks], np.int64)
         own = compiled().Own(
             header=self._header.ctypes.data,
             room=self._room.ctypes.data,
@@ -48,9 +51,12 @@ class Swap(Shortcut):
             odd_slot=slots[transport.size + transport.rank],
             even_common=even,
             odd_common=odd,
+            rows=form.rows,
+            width=form.width,
+            ranks=transport.size,
+            slots=self._slots.ctypes.data,
         )
-        run: Callable[..., int] = compiled().swap_at(form)
-        return run, (np.array([*slots, *ranks], np.int64), np.array(own, np.int64))
+        return compiled().swap_at(form), np.array(own, np.int64)
 
     def _otherwise(self, found: int, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         assert isinstance(self._round, WindowRound), "a swap is one in a window"
