@@ -22,7 +22,7 @@ from treeattn.kernels.vectors import AHEAD_STEP, DOUBLE, FLOAT, LANES, LINE, Vec
 
 types: Any = _types  # untyped: so are the functions made of it
 
-__all__ = ["SCORES", "scores_of"]
+__all__ = ["AS_PAIRS", "FOUND", "SCORES", "WIDENED", "scores_of"]
 
 SCORES = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 """(rows of q, bytes per row, rows, keys, bytes per key, number of keys, width, scores).
@@ -36,6 +36,9 @@ STRIP = 16384
 
 HELD = 16 if LANES == 16 else 4
 """Vectors of the queries that are kept in registers."""
+
+WIDENED, FOUND, AS_PAIRS = range(3)
+"""How keys are multiplied: widened in registers, looked up (`treeattn.kernels.lookup`), or as pairs of bfloat16."""
 
 
 class _Products:
@@ -144,6 +147,7 @@ class _Tile:
 def _dots(
     typingctx: Any,
     storage: Any,
+    how: Any,
     common: Any,
     rows: Any,
     ahead: Any,
@@ -159,17 +163,18 @@ def _dots(
 
     With ``ahead`` as 1, keys that come later are fetched: they must lie one behind the other.
     """
-    name, fixed, together = STORAGES[abs(storage.literal_value) - 1], common.literal_value, rows.literal_value
-    kind = _PairProducts if storage.literal_value < 0 else _Products
+    name, fixed, together = STORAGES[storage.literal_value], common.literal_value, rows.literal_value
+    way = how.literal_value
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        q, q_t, k, k_t, keys, width, scores = args[4:]
+        q, q_t, k, k_t, keys, width, scores = args[5:]
         vectors = Vectors(builder, DOUBLE if name == "float64" else FLOAT)
-        tile = _Tile(kind(vectors, name), q, q_t, together, fixed or width)
+        products = _PairProducts(vectors, name) if way == AS_PAIRS else _Products(vectors, name, way == FOUND)
+        tile = _Tile(products, q, q_t, together, fixed or width)
         _for_keys(vectors, tile, together, bool(ahead.literal_value), (k, k_t, keys), scores)
         return context.get_dummy_value()
 
-    return types.void(storage, common, rows, ahead, *[types.int64] * 7), codegen
+    return types.void(storage, how, common, rows, ahead, *[types.int64] * 7), codegen
 
 
 def _for_keys(vectors: Vectors, tile: _Tile, rows: int, ahead: bool, keys: tuple[Any, Any, Any], scores: Any) -> None:
@@ -220,7 +225,7 @@ dots: Any = intrinsic(prefer_literal=True)(_dots)
 
 
 @cache
-def scores_of(storage: str, common: int, pairs: bool) -> Callable[[], int]:
+def scores_of(storage: str, common: int, how: int) -> Callable[[], int]:
     """Give the part that scores keys of a storage type.
 
     Parameters
@@ -228,19 +233,19 @@ def scores_of(storage: str, common: int, pairs: bool) -> Callable[[], int]:
     storage : str
     common : int
         The width that it is for, or 0 for any.
-    pairs : bool
-        Whether queries are bfloat16 too, and the processor multiplies those.
+    how : int
+        `WIDENED`, `FOUND` or `AS_PAIRS`, which is for queries of bfloat16.
     """
-    code = (STORAGES.index(storage) + 1) * (-1 if pairs else 1)
+    code = STORAGES.index(storage)
     size, itemsize = stored_bytes(storage), 8 if storage == "float64" else 4
     row_bytes = max(1, common * size)
-    most, slow = 2 if _in_pairs_of_rows(storage, common, pairs) else 8, storage not in QUICK
+    most, slow = 2 if _in_pairs_of_rows(storage, common, how) else 8, storage not in QUICK
     eight, four, two = (min(rows, LANES * 4 // itemsize) for rows in (8, 4, 2))
 
     @part(SCORES)
     def scores(q: int, q_t: int, rows: int, k: int, k_t: int, keys: int, width: int, scores: int) -> None:
         if rows == 1 and k_t == common * size:
-            dots(code, common, 1, 1, q, q_t, k, k_t, keys, width, scores)
+            dots(code, how, common, 1, 1, q, q_t, k, k_t, keys, width, scores)
             return
         apart = common != 0 and k_t != row_bytes
         strip = LANES if most == 2 or apart else max(LANES, STRIP // (width * size) // LANES * LANES)
@@ -252,32 +257,32 @@ def scores_of(storage: str, common: int, pairs: bool) -> Callable[[], int]:
             while row < rows:
                 at, found = q + row * q_t, into + row * BLOCK * itemsize
                 if rows - row >= eight and most == 8:
-                    dots(code, common, eight, 0, at, q_t, start, k_t, count, width, found)
+                    dots(code, how, common, eight, 0, at, q_t, start, k_t, count, width, found)
                     row += eight
                 elif rows - row >= four and most == 8:
                     if slow and row == 0 and not apart:  # the processor alone would not ask far enough ahead
-                        dots(code, common, four, 1, at, q_t, start, k_t, count, width, found)
+                        dots(code, how, common, four, 1, at, q_t, start, k_t, count, width, found)
                     else:
-                        dots(code, common, four, 0, at, q_t, start, k_t, count, width, found)
+                        dots(code, how, common, four, 0, at, q_t, start, k_t, count, width, found)
                     row += four
                 elif rows - row >= two:
                     if row == two and most == 2 and not apart:  # the memory would rest: these keys are in the cache
-                        dots(code, common, two, 1, at, q_t, start, k_t, count, width, found)
+                        dots(code, how, common, two, 1, at, q_t, start, k_t, count, width, found)
                     else:
-                        dots(code, common, two, 0, at, q_t, start, k_t, count, width, found)
+                        dots(code, how, common, two, 0, at, q_t, start, k_t, count, width, found)
                     row += two
                 else:
-                    dots(code, common, 1, 0, at, q_t, start, k_t, count, width, found)
+                    dots(code, how, common, 1, 0, at, q_t, start, k_t, count, width, found)
                     row += 1
 
     return scores
 
 
-def _in_pairs_of_rows(storage: str, common: int, pairs: bool) -> bool:
+def _in_pairs_of_rows(storage: str, common: int, how: int) -> bool:
     """Whether two rows at a time are faster than eight: where both queries stay in registers, and widening is quick.
 
     Keys then come in faster than the memory delivers them, which keeps it busy; the other rows find them in the cache.
     """
-    quick = storage in QUICK and not pairs
+    quick = storage in QUICK and how != AS_PAIRS
     vectors = -(-padded(common) * (8 if storage == "float64" else 4) // (LANES * 4))
     return 0 < 2 * vectors <= HELD and quick

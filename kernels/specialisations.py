@@ -20,7 +20,7 @@ from treeattn.kernels.loads import EIGHTS, EVENS, PAIRED, UNITS, can_widen, padd
 from treeattn.kernels.lookup import LOOKED_UP, STEP
 from treeattn.kernels.many_scores import KEYS, KINDS, many_scores_of
 from treeattn.kernels.many_values import READ, fits_panels, many_values_of
-from treeattn.kernels.scores import scores_of
+from treeattn.kernels.scores import AS_PAIRS, FOUND, WIDENED, scores_of
 from treeattn.kernels.values import STRIP, strip_keys, values_of, values_of_any_width
 from treeattn.kernels.vectors import LANES, has_feature
 
@@ -46,7 +46,12 @@ FEW_ROWS = 8
 """Query rows up to which keys are read faster than multiplied; more of them lie in lanes."""
 
 PORTABLE_VARIABLE = "TREEATTN_PORTABLE"
-"""Environment variable that, set to 1, keeps kernels from instructions that only some processors have."""
+"""Environment variable that, set to 1, keeps kernels from instructions that only some processors have; set to 0, it has
+them use all that this one has, also those that are slow on it."""
+
+QUICK_PAIRS = "znver"
+"""How LLVM's names begin of processors that gain by multiplying pairs of bfloat16. Intel's Emerald Rapids takes four
+times as long for them as for floats."""
 
 Part = Callable[[], int]
 
@@ -113,9 +118,8 @@ def stored(spec: Spec) -> tuple[Stored, Stored]:
     kv, many = spec.kv, has_many_rows(spec)
     k = Stored(kv.k_dtype, kv.k_strides, spec.head_dim, spec.state_dtype, many)
     v = Stored(kv.v_dtype, kv.v_strides, spec.v_head_dim, spec.state_dtype, many)
-    pairs = spec.q_dtype == "bfloat16" and _multiplies_pairs(k)
-    k = k._replace(pairs=pairs, looked_up=pairs and k.storage in LOOKED_UP)
-    return k, v._replace(looked_up=v.in_registers and not many and looks_up(v.storage, v.width, pairs=False))
+    k = k._replace(pairs=spec.q_dtype == "bfloat16" and _multiplies_pairs(k))
+    return k._replace(looked_up=_is_looked_up(k)), v._replace(looked_up=_is_looked_up(v))
 
 
 def k_strip(k: Stored) -> int:
@@ -140,12 +144,18 @@ def _multiplies_pairs(k: Stored) -> bool:
     return fits and knows_pairs(k.storage, k.width, k.many)
 
 
+def _is_looked_up(each: Stored) -> bool:
+    if each.pairs:
+        return each.storage in LOOKED_UP
+    return each.in_registers and not each.many and looks_up(each.storage, each.width, pairs=False)
+
+
 def knows_pairs(storage: str, width: int, many: bool) -> bool:
-    """Whether this processor multiplies pairs of bfloat16, and may, and can read the type as such.
+    """Whether this processor multiplies pairs of bfloat16, and may, and gains by it, and can read the type as such.
 
     Keys of 8 bits are looked up, but not for many rows.
     """
-    known = _may_use("avx512bf16") and binding.llvm_version_info >= (16,)
+    known = _may_use("avx512bf16") and _multiplies_pairs_quickly() and binding.llvm_version_info >= (16,)
     return known and (storage == "bfloat16" or (looks_up(storage, width, True) and not many))
 
 
@@ -153,6 +163,10 @@ def looks_up(storage: str, width: int, pairs: bool) -> bool:
     """Whether this processor looks numbers up, and may, and gains by it: to widen the others is as fast."""
     gains = storage in LOOKED_UP if pairs else storage in UNITS
     return gains and width % STEP == 0 and _may_use("avx512vbmi")
+
+
+def _multiplies_pairs_quickly() -> bool:
+    return os.environ.get(PORTABLE_VARIABLE) == "0" or binding.get_host_cpu_name().startswith(QUICK_PAIRS)
 
 
 def _may_use(feature: str) -> bool:
@@ -173,8 +187,9 @@ def parts_of(spec: Spec) -> dict[str, Part]:
 
 
 def _for_few(k: Stored, v: Stored) -> dict[str, Part]:
+    how = AS_PAIRS if k.pairs else FOUND if k.looked_up else WIDENED
     return {
-        "scores": scores_of(*((k.storage, k.width) if k.in_registers else (k.dtype, 0)), pairs=k.pairs),
+        "scores": scores_of(k.storage, k.width, how) if k.in_registers else scores_of(k.dtype, 0, WIDENED),
         "weigh": softmax.weigh_double if k.dtype == "float64" else softmax.weigh_single,
         "values": values_of(v.storage, v.width, looked_up=v.looked_up)
         if v.in_registers
@@ -210,7 +225,7 @@ def specialisations() -> Iterator[tuple[str, Part]]:
         for precision in ("single", "double"):
             yield f"{names.replace('_', ' ')} {precision}", getattr(module, f"{names}_{precision}")
     for dtype in ("float32", "float64"):
-        yield f"scores of {dtype}, any width", scores_of(dtype, 0, pairs=False)
+        yield f"scores of {dtype}, any width", scores_of(dtype, 0, WIDENED)
         yield f"values of {dtype}, any width", values_of_any_width(dtype)
     for kind in KINDS[: 3 if knows_pairs("bfloat16", 2, True) else 2]:
         yield f"scores of {kind} for many rows", many_scores_of(kind)
@@ -220,9 +235,10 @@ def specialisations() -> Iterator[tuple[str, Part]]:
         yield f"widened rows of {storage}", widen.widen_rows_of(storage)
     for storage, width in product(STORAGES, COMMON_WIDTHS):
         if can_widen(storage):
-            yield f"scores of {storage}, width {width}", scores_of(storage, width, pairs=False)
+            yield f"scores of {storage}, width {width}", scores_of(storage, width, WIDENED)
             yield f"values of {storage}, width {width}", values_of(storage, width, looked_up=False)
             if looks_up(storage, width, pairs=False):
+                yield f"scores of {storage}, looked up, width {width}", scores_of(storage, width, FOUND)
                 yield f"values of {storage}, looked up, width {width}", values_of(storage, width, looked_up=True)
             if knows_pairs(storage, width, False):
-                yield f"scores of {storage} for bfloat16 queries, width {width}", scores_of(storage, width, pairs=True)
+                yield f"scores of {storage} for bfloat16 queries, width {width}", scores_of(storage, width, AS_PAIRS)

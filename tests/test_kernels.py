@@ -38,6 +38,8 @@ K_WIDTHS, V_WIDTHS = [1, 7, 16, 40, 80, 128, 128, 576], [1, 7, 16, 40, 128, 128,
 FEW = {80: [ml_dtypes.bfloat16], 256: [np.float32]}
 """Types that are drawn of widths which have products of their own; a test below counts what has to be compiled."""
 STRIDES = ["plain", "token-major", "reversed", "every second", "fortran", "padded", "read-only"]
+PORTABLE = ["", "0", "1"]
+"""Instructions that the processor gains by, all that it has, and those that every processor has."""
 drawn = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -137,7 +139,7 @@ def draw_positions(draw, rng, q, tokens):
 
 
 @drawn
-@given(call=calls(), portable=st.sampled_from("01"))
+@given(call=calls(), portable=st.sampled_from(PORTABLE))
 def test_every_option_at_once_gives_the_oracles_answer(call, portable):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TREEATTN_PORTABLE", portable)
@@ -150,9 +152,10 @@ def test_every_option_at_once_gives_the_oracles_answer(call, portable):
 
 def test_what_is_drawn_needs_at_most_40_functions_of_a_type_or_width(monkeypatch):
     """Each takes a second to compile; the others are for single and for double precision, whatever the call."""
+    monkeypatch.setenv("TREEATTN_PORTABLE", "0")
     names, needed = {part: name for name, part in specialisations()}, set()
-    shapes = list(zip(K_WIDTHS, V_WIDTHS, strict=True))
-    for portable, tokens, q_dtype, (width, v_width), i in product("01", (1, 17), FLOATS, shapes, range(len(STORED))):
+    shapes, kinds = list(zip(K_WIDTHS, V_WIDTHS, strict=True)), range(len(STORED))
+    for portable, tokens, q_dtype, (width, v_width), i in product(PORTABLE, (1, 17), FLOATS, shapes, kinds):
         monkeypatch.setenv("TREEATTN_PORTABLE", portable)
         k_dtype, v_dtype = (FEW.get(n, STORED)[i % len(FEW.get(n, STORED))] for n in (width, v_width))
         k, v = np.zeros((1, 1, 1, width), k_dtype), np.zeros((1, 1, 1, v_width), v_dtype)
@@ -163,7 +166,7 @@ def test_what_is_drawn_needs_at_most_40_functions_of_a_type_or_width(monkeypatch
     assert len(own) <= 40
 
 
-@pytest.mark.parametrize("portable", ["0", "1"])
+@pytest.mark.parametrize("portable", PORTABLE)
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 15])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, *NARROW], ids=lambda dtype: np.dtype(dtype).name)
 def test_queries_of_bfloat16_give_the_same_on_both_paths(monkeypatch, dtype, portable, group):
@@ -179,7 +182,7 @@ def test_queries_of_bfloat16_give_the_same_on_both_paths(monkeypatch, dtype, por
         assert_close(state.o / state.l[..., None], right.out, 2e-6 * np.abs(right.out).max())
 
 
-@pytest.mark.parametrize("portable", ["0", "1"])
+@pytest.mark.parametrize("portable", PORTABLE)
 @pytest.mark.parametrize("dtype", NARROW, ids=lambda dtype: np.dtype(dtype).name)
 def test_scales_of_any_size_cost_nothing(monkeypatch, dtype, portable):
     monkeypatch.setenv("TREEATTN_PORTABLE", portable)
@@ -632,7 +635,7 @@ FOR_ARM = """
 import re, sys
 from llvmlite import binding
 from treeattn.kernels.many_values import many_values_of
-from treeattn.kernels.scores import scores_of
+from treeattn.kernels.scores import WIDENED, scores_of
 from treeattn.kernels.values import values_of
 binding.initialize_all_targets()
 binding.initialize_all_asmprinters()
@@ -641,7 +644,7 @@ try:
 except RuntimeError:
     sys.exit(3)
 for storage in ("float32", "bfloat16", "float16", "float8_e4m3fn"):
-    few = scores_of(storage, 80, pairs=False), values_of(storage, 80, looked_up=False)
+    few = scores_of(storage, 80, WIDENED), values_of(storage, 80, looked_up=False)
     for part in (*few, many_values_of("bfloat16")):
         (compiled,) = (cell.cell_contents for cell in part.__closure__)
         text = re.sub(r'"target-(cpu|features)"="[^"]*"', "", compiled()._library.get_llvm_str())
@@ -664,7 +667,7 @@ def test_products_compile_for_arm(tmp_path):
 
 @pytest.mark.parametrize("dtype", STORED, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize(("width", "group"), [(32, 1), (33, 1), (128, 1), (128, 7)])
-@pytest.mark.parametrize("portable", ["0", "1"])
+@pytest.mark.parametrize("portable", PORTABLE)
 def test_every_stored_number_is_read_as_what_it_is(monkeypatch, dtype, width, group, portable):
     """All bit patterns of 16 bits and less, as values of a single key each; whole vectors and not."""
     monkeypatch.setenv("TREEATTN_PORTABLE", portable)
@@ -680,8 +683,10 @@ def test_every_stored_number_is_read_as_what_it_is(monkeypatch, dtype, width, gr
 
 @pytest.mark.parametrize("dtype", NARROW, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("group", [1, 7])
-def test_every_key_of_8_bits_is_multiplied_as_what_it_is(dtype, group):
+@pytest.mark.parametrize("portable", PORTABLE)
+def test_every_key_of_8_bits_is_multiplied_as_what_it_is(monkeypatch, dtype, group, portable):
     """All bit patterns, each in another place of a key that is 0 elsewhere; for queries of bfloat16."""
+    monkeypatch.setenv("TREEATTN_PORTABLE", portable)
     heads, width = np.arange(256), 128
     k = np.zeros((1, heads.size, 1, width), dtype)
     k[0, heads, 0, 37 * heads % width] = heads.astype(np.uint8).view(dtype)
