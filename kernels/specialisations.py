@@ -22,7 +22,7 @@ from treeattn.kernels.many_scores import KEYS, KINDS, many_scores_of
 from treeattn.kernels.many_values import READ, fits_panels, many_values_of
 from treeattn.kernels.scores import AS_PAIRS, FOUND, WIDENED, scores_of
 from treeattn.kernels.values import STRIP, strip_keys, values_of, values_of_any_width
-from treeattn.kernels.vectors import LANES, has_feature
+from treeattn.kernels.vectors import LANES, ZEN, has_feature
 
 __all__ = [
     "COMMON_WIDTHS",
@@ -48,10 +48,6 @@ FEW_ROWS = 8
 PORTABLE_VARIABLE = "TREEATTN_PORTABLE"
 """Environment variable that, set to 1, keeps kernels from instructions that only some processors have; set to 0, it has
 them use all that this one has, also those that are slow on it."""
-
-QUICK_PAIRS = "znver"
-"""How LLVM's names begin of processors that gain by multiplying pairs of bfloat16. Intel's Emerald Rapids takes four
-times as long for them as for floats."""
 
 Part = Callable[[], int]
 
@@ -166,7 +162,8 @@ def looks_up(storage: str, width: int, pairs: bool) -> bool:
 
 
 def _multiplies_pairs_quickly() -> bool:
-    return os.environ.get(PORTABLE_VARIABLE) == "0" or binding.get_host_cpu_name().startswith(QUICK_PAIRS)
+    """Whether pairs of bfloat16 are a gain, or asked for: Intel's processors take four times as long as for floats."""
+    return ZEN or os.environ.get(PORTABLE_VARIABLE) == "0"
 
 
 def _may_use(feature: str) -> bool:
