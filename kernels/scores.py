@@ -18,7 +18,7 @@ from treeattn.kernels.compilation import part
 from treeattn.kernels.loads import QUICK, Loads, fetch_later, padded, stored_bytes
 from treeattn.kernels.lookup import LOOKED_UP
 from treeattn.kernels.pairs import PAIRS, add_pairs
-from treeattn.kernels.vectors import AHEAD_STEP, DOUBLE, FLOAT, LANES, LINE, Vectors
+from treeattn.kernels.vectors import AHEAD_STEP, ASKS_FIRST, DOUBLE, FLOAT, LANES, LINE, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
 
@@ -239,7 +239,7 @@ def scores_of(storage: str, common: int, how: int) -> Callable[[], int]:
     code = STORAGES.index(storage)
     size, itemsize = stored_bytes(storage), 8 if storage == "float64" else 4
     row_bytes = max(1, common * size)
-    most, slow = 2 if _in_pairs_of_rows(storage, common, how) else 8, storage not in QUICK
+    most, slow = 2 if _in_pairs_of_rows(storage, common, how) else 8, storage not in QUICK or ASKS_FIRST
     eight, four, two = (min(rows, LANES * 4 // itemsize) for rows in (8, 4, 2))
 
     @part(SCORES)
@@ -248,6 +248,8 @@ def scores_of(storage: str, common: int, how: int) -> Callable[[], int]:
             dots(code, how, common, 1, 1, q, q_t, k, k_t, keys, width, scores)
             return
         apart = common != 0 and k_t != row_bytes
+        # The other rows find these keys in the cache: the memory would rest.
+        asks = two if rows >= 2 * two else 0 if ASKS_FIRST else -1
         strip = LANES if most == 2 or apart else max(LANES, STRIP // (width * size) // LANES * LANES)
         for first in range(0, keys, strip):
             row, count = 0, min(strip, keys - first)
@@ -266,7 +268,7 @@ def scores_of(storage: str, common: int, how: int) -> Callable[[], int]:
                         dots(code, how, common, four, 0, at, q_t, start, k_t, count, width, found)
                     row += four
                 elif rows - row >= two:
-                    if row == two and most == 2 and not apart:  # the memory would rest: these keys are in the cache
+                    if row == asks and most == 2 and not apart:
                         dots(code, how, common, two, 1, at, q_t, start, k_t, count, width, found)
                     else:
                         dots(code, how, common, two, 0, at, q_t, start, k_t, count, width, found)

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
 from treeattn.kernels.loads import QUICK, Loads, fetch_later, padded, stored_bytes
-from treeattn.kernels.vectors import AHEAD, AHEAD_STEP, DOUBLE, FLOAT, LANES, LINE, Vectors
+from treeattn.kernels.vectors import AHEAD, AHEAD_STEP, ASKS_FIRST, DOUBLE, FLOAT, LANES, LINE, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
 
@@ -146,7 +146,9 @@ def values_of(storage: str, common: int, looked_up: bool) -> Callable[[], int]:
     @part(VALUES)
     def values(p: int, rows: int, v: int, v_t: int, keys: int, width: int, sums: int, sums_t: int, marked: int) -> None:
         apart = v_t != row_bytes
-        alone = wide and rows == 1 and not apart
+        alone = (wide or ASKS_FIRST) and rows == 1 and not apart
+        # The other rows find these values in the cache: the memory would rest.
+        asks = first if quick and rows >= first + 2 else 0 if ASKS_FIRST else -1
         for key in range(0, keys, strip):
             count, at, row, together = min(strip, keys - key), v + key * v_t, 0, first
             if apart:
@@ -157,8 +159,7 @@ def values_of(storage: str, common: int, looked_up: bool) -> Callable[[], int]:
                 if marked:
                     add_strip(code, common, 1, 1, 0, weights, at, v_t, count, total, sums_t)
                     together = 1
-                elif quick and row == first and together == 2 and not apart:
-                    # The memory would rest: these values are in the cache.
+                elif row == asks and together == 2 and not apart:
                     add_strip(code, common, 2, 0, 1, weights, at, v_t, count, total, sums_t)
                 elif together == most:
                     add_strip(code, common, most, 0, 0, weights, at, v_t, count, total, sums_t)

@@ -15,7 +15,7 @@ from llvmlite import binding, ir
 
 from treeattn.errors import InputError
 
-__all__ = ["AHEAD", "AHEAD_STEP", "DOUBLE", "FLOAT", "LANES", "LINE", "ZEN", "Vectors", "has_feature"]
+__all__ = ["AHEAD", "AHEAD_STEP", "ASKS_FIRST", "DOUBLE", "FLOAT", "LANES", "LINE", "ZEN", "Vectors", "has_feature"]
 
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 INT, LONG = ir.IntType(32), ir.IntType(64)
@@ -55,6 +55,9 @@ AHEAD, AHEAD_STEP = 8192, 2 * LINE if ZEN else LINE
 
 Zen fetches every second line by itself where lines are read in order, and is slower when asked for each: too few can
 wait at once to keep memory busy. Intel's server processors are slower when asked for every second line only."""
+
+ASKS_FIRST = not ZEN
+"""Whether to ask ahead also while rows are read that come from memory: Zen fetches as far ahead then by itself."""
 
 
 class Vectors:
