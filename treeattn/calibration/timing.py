@@ -29,17 +29,17 @@ __all__ = ["Calibration", "Sample", "calibrate", "in_turns"]
 
 Run: TypeAlias = Callable[[], object]
 
-SECONDS = 0.6
-"""Roughly how long all steps together are repeated."""
+SECONDS = 0.7
+"""Roughly how long all steps together are repeated, each as long as any other: those that take long, less often."""
 
-SETTLING = 5
+SETTLING = 2
 """Runs of a turn that do not count: after steps by another plan, ranks need some until they wait as they will."""
 
 FEWEST, MOST = 3, 200
 """Repeats of a turn at least, and of a step at most."""
 
 TURNS = 3
-"""Turns in which runs are repeated, where there are enough repeats."""
+"""Turns in which runs are repeated, where there is time: a moment in which all is slow then spoils one of three."""
 
 SHORTEST = 1e-9
 """Seconds that anything takes, at least."""
@@ -134,13 +134,23 @@ def _step(channel: Channel, plan: Plan, window: Window | None, form: WireForm) -
 def _quantiles(channel: Channel, runs: Sequence[Run]) -> list[float]:
     """Seconds that each run takes on this rank: medians, and then 99th percentiles.
 
-    First runs load code and connect ranks; the second ones tell how often there is time for all of them.
+    First runs load code and connect ranks; a first turn tells for how many more there is time.
     """
     clock = channel.transport.clock
-    together = sum(_middle(channel, [[_elapsed(run, clock) for _ in range(2)][-1] for run in runs]))
-    count = int(SECONDS / together) - SETTLING
-    times = in_turns(clock, runs, [min(max(count, FEWEST), MOST)] * len(runs), SETTLING)
+    for run in runs:
+        run()
+    first = in_turns(clock, runs, [FEWEST] * len(runs), SETTLING)
+    usual = _middle(channel, [float(np.median(each)) for each in first])
+    more = in_turns(clock, runs, [_more(SECONDS / len(runs) / each) for each in usual], SETTLING)
+    times = [early + late for early, late in zip(first, more, strict=True)]
     return [float(np.quantile(each, at)) for at in (0.5, 0.99) for each in times]
+
+
+def _more(runs: float) -> int:
+    """Give how many repeats to add to those of a first turn, in as many turns as so many runs in all come near to."""
+    turns = min(round(runs / (SETTLING + 1 + FEWEST)), TURNS)
+    repeats = min(int(runs), MOST) - turns * (SETTLING + 1)
+    return max(repeats - FEWEST, (turns - 1) * FEWEST, 0)
 
 
 def _middle(channel: Channel, values: Sequence[float]) -> list[float]:
@@ -158,22 +168,22 @@ def in_turns(
     clock: Callable[[], float], runs: Sequence[Run], counts: Sequence[int], settling: int = 0
 ) -> list[list[float]]:
     """Seconds of so many repeats of each run, in turns: a machine that is slow for a while is so for all of them."""
-    parts = [spans(count, min(TURNS, max(1, count // (settling + FEWEST)))) for count in counts]
+    parts = [spans(count, min(TURNS, max(1, count // FEWEST))) for count in counts]
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(TURNS):
         for run, part, found in zip(runs, parts, times, strict=True):
-            if turn < len(part):
+            if turn < len(part) and part[turn]:
                 found += _times(clock, run, settling, len(part[turn]))
     return times
 
 
 def _times(clock: Callable[[], float], run: Run, settling: int, count: int) -> list[float]:
-    """Seconds that each of ``count`` runs takes, by the mean of two in a row, after one that does not count, or more.
+    """Seconds that each of ``count`` runs takes, by the mean of two in a row, after ``settling`` that do not count.
 
     Two ranks that only wait for each other, and don't begin at once, take turns in waiting long and not at all.
     """
-    ends = []
-    for _ in range(settling + count + 2):
+    ends = [clock()]
+    for _ in range(settling + count + 1):
         run()
         ends.append(clock())
     return [max((end - start) / 2, SHORTEST) for start, end in zip(ends[settling:], ends[settling + 2 :], strict=False)]
