@@ -4,6 +4,8 @@ import itertools
 import threading
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -193,6 +195,58 @@ def test_runs_are_repeated_in_turns_and_each_as_often_as_it_should_be():
     times = calibration.in_turns(lambda: now[0], [lambda s=each: run(s) for each in counts], list(counts.values()))
     assert times == [[seconds] * count for seconds, count in counts.items()]
     assert [seconds for seconds, _ in itertools.groupby(begun)] == [1.0, 2.0, 3.0, 2.0, 3.0]
+
+
+class Runs:
+    """Runs of known seconds on a clock that only they move, for a channel of one rank; ``factor`` makes all longer."""
+
+    def __init__(self, seconds):
+        self.now, self.begun, self.factor = 0.0, [], lambda: 1.0
+        self.transport = SimpleNamespace(clock=lambda: self.now)
+        self.all = [partial(self._run, *each) for each in enumerate(seconds)]
+
+    def _run(self, number, seconds):
+        self.begun.append(number)
+        self.now += seconds * self.factor()
+
+    def gather(self, data):
+        return [data]
+
+    def medians(self):
+        return calibration._quantiles(self, self.all)[: len(self.all)]
+
+
+LEAST = 1 + calibration.SETTLING + 1 + calibration.FEWEST
+
+
+@given(st.lists(st.floats(1e-5, 2.0), min_size=1, max_size=12))
+def test_steps_are_repeated_for_as_long_as_each_other_and_long_ones_once(seconds):
+    runs = Runs(seconds)
+    assert runs.medians() == pytest.approx(seconds, rel=1e-3)
+    share = calibration.SECONDS / len(seconds)
+    for number, each in enumerate(seconds):
+        count = Counter(runs.begun)[number]
+        assert LEAST <= count <= max(calibration.MOST, LEAST + share / each * 1.25)
+        assert count * each >= 0.6 * share or count >= calibration.MOST
+
+
+def test_no_more_than_the_least_is_taken_of_steps_between_distant_hosts():
+    """Eight hosts whose wires take 10 ms."""
+    delays = (1, 2, 3, 2, 6, 1, 2, 1, 2)
+    runs = Runs([10e-3 * each for each in delays])
+    runs.medians()
+    assert runs.begun == [*range(9), *(number for number in range(9) for _ in range(LEAST - 1))]
+
+
+def test_a_moment_in_which_all_is_slow_spoils_no_median():
+    seconds = [1e-3, 2e-3, 3e-3]
+    alone = Runs(seconds)
+    alone.medians()
+    for start in range(5):
+        runs = Runs(seconds)
+        until = (start + 1) * alone.now / 5
+        runs.factor = lambda runs=runs, until=until: 3.0 if until - alone.now / 5 <= runs.now < until else 1.0
+        assert runs.medians() == pytest.approx(seconds)
 
 
 def test_plans_with_tags_of_their_own_share_one_transport():

@@ -150,7 +150,7 @@ def _more(runs: float) -> int:
     """Give how many repeats to add to those of a first turn, in as many turns as so many runs in all come near to."""
     turns = min(round(runs / (SETTLING + 1 + FEWEST)), TURNS)
     repeats = min(int(runs), MOST) - turns * (SETTLING + 1)
-    return max(repeats - FEWEST, (turns - 1) * FEWEST, 0)
+    return max(repeats, turns * FEWEST) - FEWEST if turns > 1 else 0
 
 
 def _middle(channel: Channel, values: Sequence[float]) -> list[float]:
