@@ -44,9 +44,9 @@ class TreeComm(Facts):
         hosts) or (inside a host, between hosts of a rack, between racks), each a number or "all", the first also
         "shared", or a plan for these hosts, or its file, whose radices are taken; see `Radices`. By default that which
         ``model`` finds cheapest, a pure function of hosts and payload. "auto" measures a model instead, at the first
-        merge, which takes some seconds, and remembers it with ``comm``. Shared memory is used where ranks of a host
-        have it, for states of up to 4 MiB by how many ranks share 32 MiB, messages elsewhere; with the same radices
-        that changes no bits.
+        merge, which takes one to three seconds, and remembers it with ``comm``. Shared memory is used where ranks of a
+        host have it, for states of up to 4 MiB by how many ranks share 32 MiB, messages elsewhere; with the same
+        radices that changes no bits.
         "nccl" lets states go from card to card by NCCL or RCCL, where every rank has a card of its own (not yet run on
         one), and merges in rank order; "p2p" lets the cards of one host read them from each other's memory, after a
         trial (likewise), with those bits.

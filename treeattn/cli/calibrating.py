@@ -34,8 +34,11 @@ WIDTH = 128
 SECONDS = 0.25
 """Roughly how long each plan is repeated."""
 
-FIRST, FEWEST, MOST = 4, 8, 1000
+FIRST, FEWEST, MOST = 4, 12, 1000
 """Repeats that tell how long a plan takes; and then at least and at most."""
+
+SETTLING = 5
+"""Runs of a turn that do not count: a job that merges by one plan has long been past them."""
 
 SHOWN = 6
 """Plans that are measured, the cheapest first."""
@@ -103,7 +106,7 @@ def _measured(forecasts: dict[Radices, float], hosts: tuple[str, ...], state: Pa
         comms = [stack.enter_context(TreeComm(hosts=hosts, plan=radices)) for radices in forecasts]
         runs = [partial(comm.allreduce, state) for comm in comms]
         counts = [_repeats(comm, run) for comm, run in zip(comms, runs, strict=True)]
-        times = in_turns(time.perf_counter, runs, counts)
+        times = in_turns(time.perf_counter, runs, counts, SETTLING)
         quantiles = [_slowest(comm, np.quantile(each, (0.5, 0.99))) for comm, each in zip(comms, times, strict=True)]
     return [
         Measured(str(radices), us, *(1e6 * each for each in found))
