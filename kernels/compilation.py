@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numba
 from numba.core import config as _config
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.registry import cpu_target
+from numba.core.registry import CPUDispatcher, cpu_target
 from numba.core.runtime.nrt import rtsys
 
 from treeattn.kernels.code_folder import cache_folder
@@ -30,16 +30,38 @@ config: Any = _config  # its settings appear at run time, out of a type checker'
 
 __all__ = ["Compilation", "account", "compilations", "entry", "inline", "loops", "part", "watching"]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 Make: TypeAlias = Callable[[Callable[..., Any], Mapping[str, Any]], Any]
 """Makes a function ready, with numba's options."""
 
-inline = numba.njit(error_model="numpy", nogil=True, fastmath=False)
+
+class _Inlined(CPUDispatcher):
+    """A function that compiled code calls. Nothing is compiled by which Python could: that takes a fifth more time."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.py_func(*arguments)
+
+
+def _inlined(**options: Any) -> Callable[[Function], Function]:
+    fixed = {"nopython": True, "error_model": "numpy", "nogil": True}
+    without = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    make: Any = _Inlined
+
+    def decorate(function: Function) -> Function:
+        made: Function = make(function, targetoptions={**fixed, **without, **options})
+        return made
+
+    return decorate
+
+
+inline = _inlined(fastmath=False)
 """For functions that kernels call: no contraction, so one sequence of operations gives the same bits everywhere.
 
 ``fastmath=False`` is said aloud, for numba lets a function that doesn't say it inherit the flags of its first caller.
 """
 
-loops = numba.njit(error_model="numpy", nogil=True, fastmath={"contract", "reassoc", "nsz"}, forceinline=True)
+loops = _inlined(fastmath={"contract", "reassoc", "nsz"}, forceinline=True)
 """For inner loops of which no two machines must agree: sums may be reordered and contracted, so that they vectorise.
 
 NaN and infinities stay what they are: the other flags would make masks and empty shards undefined. Always inlined: a
@@ -66,7 +88,7 @@ def entry(signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
     """
 
     def make(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-        dispatcher = numba.njit(**options, nogil=True)(function)
+        dispatcher = numba.njit(**{**options, "nogil": True, "no_cfunc_wrapper": True})(function)
         dispatcher.compile(signature)
         return dispatcher
 

@@ -46,7 +46,7 @@ def stream_double(call: int, workspace: int) -> None:
 
 def workspace_bytes(rows: int, head_dim: int, v_head_dim: int, size: int) -> int:
     """Bytes that one thread works in, for elements of ``size`` bytes."""
-    buffers = buffer_bytes.py_func(rows, padded(head_dim) * size, padded(v_head_dim) * size, size)
+    buffers = buffer_bytes(rows, padded(head_dim) * size, padded(v_head_dim) * size, size)
     return int(TASK_BYTES + LINE * (len(buffers) + 1) + sum(buffers))
 
 

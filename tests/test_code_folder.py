@@ -302,6 +302,14 @@ def test_damaged_files_are_no_error_and_go(kept, content):
     assert (results(), loaded()) == ((42, -42), [True, True])
 
 
+@pytest.mark.parametrize("kind", [compilation.inline, compilation.loops])
+def test_what_compiled_code_calls_is_plain_python_for_python(kind, kept):
+    function = kind(_double)
+    assert function(21) == 42
+    assert compilation.entry("int64(int64)")(lambda number: function(number) + 1)()(21) == 43
+    assert function(21) == 42
+
+
 def places_of_a_user_without(monkeypatch, what):
     def none(*_):
         raise KeyError("uid not found") if what == "home" else FileNotFoundError("no usable temporary directory")
