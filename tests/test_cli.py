@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.shell_completion import BashComplete
 
-from treeattn import cli, doctor
+from treeattn import PartialState, TreeComm, cli, doctor
 from treeattn.cli.contender import ALGORITHMS
 from treeattn.cli.options import ALGORITHM_NAMES
 from treeattn.cli.output import under_way
@@ -24,6 +24,7 @@ from treeattn.costs.catalog import Link
 from treeattn.costs.model import CostModel
 from treeattn.planning.plan import Stats
 from treeattn.planning.planner import plan_allreduce
+from treeattn.testing import run_ranks
 
 SMALL = ("--tokens", "100", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "8", "--repeats", "2", "--warmup", "0")
 
@@ -435,8 +436,21 @@ def test_topology_shows_the_plan_that_these_ranks_follow(mpirun):
     assert shown["plan"] == json.loads(job.stdout)["plan"]
 
 
+def compile_ahead(**settings):
+    """Compile a step between hosts with threads for ranks, which sleep while they wait; those of MPI keep cores."""
+    state = PartialState.identity((1, 4, 1, 8))
+
+    def body(transport):
+        with TreeComm(transport, **settings) as comm:
+            for _ in range(3):
+                comm.allreduce(state)
+
+    run_ranks(3, body, hosts=["a", "b", "a"], timeout=120)
+
+
 def test_decode_under_mpirun(mpirun):
     narrow = "--wire-dtype", "float16"
+    compile_ahead(wire_dtype="float16")
     job = mpirun(("-m", "treeattn", "decode", *SMALL), 3, "--hosts", "a,b,a", *narrow, "--verify", "--json", "-")
     results = json.loads(job.stdout)
     assert results["wire_dtype"] == "float16"

@@ -77,12 +77,18 @@ def arrays():
 
 
 Q, K, V = arrays()
-STATE = treeattn.partial_attention(Q, K, V)
+
+
+@functools.cache
+def state():
+    """Not made where this file is read, which every worker does: one would compile, and the others wait for it."""
+    return treeattn.partial_attention(Q, K, V)
+
 
 OPERATIONS = {
-    "allreduce": lambda comm: comm.allreduce(STATE).finish()[0],
-    "begin": lambda comm: comm.allreduce_begin(STATE).end().finish()[0],
-    "reduce": lambda comm: comm.reduce(STATE, 0),
+    "allreduce": lambda comm: comm.allreduce(state()).finish()[0],
+    "begin": lambda comm: comm.allreduce_begin(state()).end().finish()[0],
+    "reduce": lambda comm: comm.reduce(state(), 0),
     "decode": lambda comm: treeattn.decode(Q, K, V, comm=comm),
     "pipeline": lambda comm: treeattn.decode(Q, K, V, comm=comm, pipeline=2),
     "bcast": lambda comm: comm.bcast(K),
