@@ -86,6 +86,8 @@ def available() -> dict[str, list[str]]:
     for name in names():
         try:
             found[name] = load(name).reasons()
+        except InputError:  # a setting that keeps numba from being imported
+            raise
         except Exception as error:  # of a stranger's code, whatever it is: never the end of the program
             found[name] = [f"{type(error).__name__}: {error}"]
             warnings.warn(f"backend {name!r} is left out: {found[name][0]}", stacklevel=2)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from llvmlite import binding
 from numba.core import config as _config
 
+from treeattn.kernels.target import target
 from treeattn.kernels.vectors import LANES
 
 config: Any = _config  # its settings appear at run time, out of a type checker's sight
@@ -116,6 +116,5 @@ def _fingerprint() -> str:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    features = binding.get_host_cpu_features().flatten()
-    digest.update(f"{numba.__version__} {binding.get_host_cpu_name()} {features} {LANES}".encode())
+    digest.update(f"{numba.__version__} {target()} {LANES}".encode())
     return digest.hexdigest()[:16]

@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 from treeattn.kernels.compilation import inline
 from treeattn.kernels.lookup import STEP, as_pairs
 from treeattn.kernels.pairs import PAIRS
+from treeattn.kernels.target import has_feature
 from treeattn.kernels.vectors import AHEAD, DOUBLE, FLOAT, INT, LANES, LINE, Vectors
 
 cgutils: Any = _cgutils  # untyped
@@ -85,9 +86,8 @@ def stored_bytes(storage: str) -> int:
 
 def can_widen(storage: str) -> bool:
     """Whether this processor widens the type in registers: all but halves, and what is read as halves, on old ones."""
-    return storage not in ("float16", "float8_e4m3fn", "float8_e5m2") or bool(
-        binding.get_host_cpu_features().get("f16c", True)
-    )
+    missing = "f16c" in binding.get_host_cpu_features() and not has_feature("f16c")  # which ARM's need not have
+    return storage not in ("float16", "float8_e4m3fn", "float8_e5m2") or not missing
 
 
 def _fetch_later(typingctx: Any, row_bytes: Any, row: Any, stride: Any, count: Any) -> Any:

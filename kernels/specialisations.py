@@ -21,8 +21,9 @@ from treeattn.kernels.lookup import LOOKED_UP, STEP
 from treeattn.kernels.many_scores import KEYS, KINDS, many_scores_of
 from treeattn.kernels.many_values import READ, fits_panels, many_values_of
 from treeattn.kernels.scores import AS_PAIRS, FOUND, WIDENED, scores_of
+from treeattn.kernels.target import has_feature
 from treeattn.kernels.values import STRIP, strip_keys, values_of, values_of_any_width
-from treeattn.kernels.vectors import LANES, ZEN, has_feature
+from treeattn.kernels.vectors import LANES, ZEN
 
 __all__ = [
     "COMMON_WIDTHS",

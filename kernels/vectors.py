@@ -14,8 +14,9 @@ import numpy as np
 from llvmlite import binding, ir
 
 from treeattn.errors import InputError
+from treeattn.kernels.target import has_feature
 
-__all__ = ["AHEAD", "AHEAD_STEP", "ASKS_FIRST", "DOUBLE", "FLOAT", "LANES", "LINE", "ZEN", "Vectors", "has_feature"]
+__all__ = ["AHEAD", "AHEAD_STEP", "ASKS_FIRST", "DOUBLE", "FLOAT", "LANES", "LINE", "ZEN", "Vectors"]
 
 FLOAT, DOUBLE = ir.FloatType(), ir.DoubleType()
 INT, LONG = ir.IntType(32), ir.IntType(64)
@@ -25,11 +26,6 @@ NEAR = 2
 
 LANES_VARIABLE = "TREEATTN_LANES"
 """Environment variable that sets `LANES`, so that tests can run another processor's code on this one."""
-
-
-def has_feature(name: str) -> bool:
-    """Whether this machine's processor has ``name``, as LLVM calls it."""
-    return bool(binding.get_host_cpu_features().get(name))
 
 
 def _lanes() -> int:
