@@ -26,6 +26,7 @@ import treeattn
 from treeattn.errors import TreeattnError
 from treeattn.execution.window import FOLDER
 from treeattn.launch import find_runtime, home_folder, launched
+from treeattn.ranks.versions import version as treeattn_version
 from treeattn.wrapping import team_of
 
 if TYPE_CHECKING:
@@ -214,10 +215,8 @@ def _hosts(comm: TreeComm) -> Check:
 
 
 def _same_software(comm: TreeComm) -> Check:
-    folder = Path(treeattn.__file__).parent
-    sources = sorted((*folder.glob("**/*.py"), *folder.glob("**/*.cu")))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
-    mine = {"treeattn": digest, "Python": platform.python_version(), "numpy": np.__version__, "numba": version("numba")}
+    mine = {"treeattn": treeattn_version(), "Python": platform.python_version(), "numpy": np.__version__}
+    mine["numba"] = version("numba")
     return _same("software", comm, " ".join(f"{name} {number}" for name, number in mine.items()))
 
 

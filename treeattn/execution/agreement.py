@@ -21,7 +21,18 @@ from treeattn.errors import TOLD_ELSEWHERE, CommError, InputError, TreeattnError
 from treeattn.planning.plan import HEADER_BYTES
 from treeattn.state import PartialState
 
-__all__ = ["CONSULT", "DIFFER", "ERROR", "OTHER", "Attempt", "Description", "Header", "Signature", "conclude"]
+__all__ = [
+    "CONSULT",
+    "DIFFER",
+    "ERROR",
+    "OTHER",
+    "Attempt",
+    "Description",
+    "Header",
+    "Signature",
+    "conclude",
+    "ranks_in_words",
+]
 
 Fields: TypeAlias = "tuple[tuple[str, Any], ...]"
 
@@ -237,7 +248,7 @@ def _difference(descriptions: Sequence[Description]) -> InputError | None:
 def _error_of(description: Description, failed: list[int], hosts: Sequence[str]) -> TreeattnError:
     kind, text = description.error_kind or "", description.error_text or ""
     where = f"rank {failed[0]} on host {hosts[failed[0]]}"
-    others = f", and {_ranks(failed[1:])}" if failed[1:] else ""
+    others = f", and {ranks_in_words(failed[1:])}" if failed[1:] else ""
     if kind not in errors.__all__:
         return CommError(f"{where} failed with {kind}: {text}" if text else f"{where} failed with {kind}")
     error: TreeattnError = getattr(errors, kind)(f"{text} ({where}{others})")
@@ -270,14 +281,21 @@ def _who_has_what(values: Sequence[Any]) -> str:
     holders: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         holders.setdefault(_words(value), []).append(rank)
-    return _listed([f"{value} on {_ranks(ranks)}" for value, ranks in holders.items()])
+    return _listed([f"{value} on {ranks_in_words(ranks)}" for value, ranks in holders.items()])
 
 
 def _words(value: Any) -> str:
     return f"({', '.join(map(_words, value))}{',' * (len(value) == 1)})" if isinstance(value, list) else str(value)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Write "rank 3", or "ranks 0, 1, 2", and of many the first eight.
+
+    Examples
+    --------
+    >>> ranks_in_words(range(10))
+    'ranks 0, 1, 2, 3, 4, 5, 6, 7, 2 more'
+    """
     shown = [str(rank) for rank in ranks[:8]]
     more = [f"{len(ranks) - 8} more"] if len(ranks) > 8 else []
     return f"rank {shown[0]}" if len(ranks) == 1 else f"ranks {', '.join([*shown, *more])}"

@@ -18,6 +18,7 @@ from treeattn.planning.topology import HOSTS_VARIABLE, host_labels, near_card
 from treeattn.ranks.policy import Policy
 from treeattn.ranks.settings import DEFAULT_TIMEOUT, Settings, timeout_of
 from treeattn.ranks.team import Team
+from treeattn.ranks.versions import check_versions, version
 from treeattn.steps.channel import Channel
 from treeattn.transports.base import SelfTransport, Transport
 from treeattn.transports.gpu_mpi import Verdict, agreed
@@ -48,7 +49,9 @@ def join(comm: Any, given: Mapping[str, Any]) -> Team:
 def _agree(team: Team, comm: Any, given: Mapping[str, Any]) -> None:
     """Agree with the other ranks on the settings and on who is where."""
     channel, transport, consult = team.channel, team.channel.transport, partial(team.consult, "TreeComm")
-    places = consult((), {"name": transport.host_name(), "near": near_card()})
+    own = {"version": version() if team.size > 1 else "", "name": transport.host_name(), "near": near_card()}
+    places = channel.operate(channel.share, own)  # of ranks with other versions nothing else can be understood
+    check_versions(places, team.rank)
     names = tuple(each["name"] for each in places)
     channel.name_hosts(names)
     settings = _agreed_settings(team, given)
