@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import errors
+from treeattn.caching import stock
 from treeattn.caching.shard import Shard
 from treeattn.testing import run_ranks
 from treeattn.testing.oracle import assert_attention
@@ -481,3 +482,50 @@ def test_a_change_that_was_refused_on_one_rank_is_heard_of_everywhere(make, word
     if word == "attend":
         told = told[1:2]  # on cards, the others have an error of their own
     assert all(re.match("CommError: this cache is in use by another thread", each) for each in told)
+
+
+def spoilt(array, where):
+    changed = array.copy()
+    changed[where] += 1
+    return changed
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("next_call", ["decode", "prefill"])
+def test_check_compares_what_is_appended(monkeypatch, make, which, next_call):
+    """By the last token of all, which only one rank keeps."""
+    monkeypatch.setenv("TREEATTN_CHECK", "1")
+    k, v = tokens(7)
+
+    def call(comm):
+        cache = make(comm, **SHAPE, capacity=100, block_size=2)
+        calls = {"decode": lambda: cache.decode(queries(1)), "prefill": lambda: cache.prefill(*tokens(comm.rank))}
+        cache.append(k, v)
+        seen = [outcome(calls[next_call])]
+        cache.truncate(7)
+        wrong = {each: spoilt(array, np.s_[-1, -1, -1, -1]) for each, array in (("k", k), ("v", v))}
+        mine = {"k": k, "v": v} | ({which: wrong[which]} if comm.rank == 1 else {})
+        cache.append(mine["k"], mine["v"])
+        seen.append(outcome(calls[next_call]))
+        cache.truncate(7)
+        cache.append(k.astype(np.float64), v)
+        return [*seen, outcome(calls[next_call])]
+
+    for first, second, third in on_ranks(3, call):
+        assert first.startswith("gave ")
+        assert second.startswith("InputError: k and v of append: expected the same on every rank, got ")
+        assert third.startswith("gave ")
+
+
+def test_an_append_that_one_rank_alone_has_checked_is_named(monkeypatch, make):
+    checked = threading.local()  # ranks are threads here, which share their environment
+    monkeypatch.setattr(stock, "checks", lambda: checked.here)
+
+    def call(comm):
+        checked.here = comm.rank == 1
+        cache = make(comm, **SHAPE, capacity=100)
+        cache.append(*tokens(3))
+        return outcome(lambda: cache.decode(queries(1)))
+
+    text = "InputError: TREEATTN_CHECK: expected the same on every rank, got None on ranks 0, 2 and 1 on rank 1"
+    assert on_ranks(3, call) == [text] * 3

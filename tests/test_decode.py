@@ -223,7 +223,7 @@ def test_check_compares_the_queries_themselves(monkeypatch):
 def test_a_check_that_one_rank_alone_is_to_make_is_named(monkeypatch):
     q, k, v = arrays()
     wanted = threading.local()  # ranks are threads here, which share their environment
-    monkeypatch.setattr(distributed, "_checks_q", lambda: wanted.here)
+    monkeypatch.setattr(distributed, "checks", lambda: wanted.here)
 
     def call(comm):
         wanted.here = comm.rank == 1

@@ -156,6 +156,20 @@ def test_a_cache_attends_for_each_ranks_own_rows(algorithm):
         assert_attention(result, q[:, :, mine], k, v, causal=True, q_pos=mine, kv_pos=np.arange(T))
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_check_lets_rows_differ_from_rank_to_rank_and_not_what_is_appended(monkeypatch, wrong):
+    monkeypatch.setenv("TREEATTN_CHECK", "1")
+    q, k, v = arrays()
+
+    def call(comm):
+        cache = treeattn.ShardedKVCache(comm, batch=B, kv_heads=HKV, head_dim=D, v_head_dim=DV, capacity=99)
+        cache.append(k, v + (wrong and comm.rank == 1))
+        return outcome(lambda: cache.attend(q[:, :, comm.rank :], q_pos=range(comm.rank, T)))
+
+    expected = "InputError: k and v of append: expected the same on every rank" if wrong else "gave "
+    assert all(each.startswith(expected) for each in on_ranks(3, call))
+
+
 def test_a_wrong_append_is_reported_by_attend_on_every_rank():
     q, k, v = arrays()
 

@@ -147,7 +147,8 @@ class ShardedKVCache:
         ------
         InputError, MemoryError
             At once on one rank; on several, from the next `decode` or `prefill` on all of them, since this call
-            sends nothing. Cut every rank back to one length with `truncate` to go on after it.
+            sends nothing. Cut every rank back to one length with `truncate` to go on after it. Tokens that differ are
+            such an error where ``TREEATTN_CHECK=1`` is in the environment.
         """
         self._turns.change(partial(self._try, lambda: self._stock.append(self._stock.tokens(k, v))))
 
@@ -186,7 +187,7 @@ class ShardedKVCache:
         except Exception as wrong:  # whatever it is, the others must hear of it before it is raised here
             error = error or wrong
         tokens = 0 if new is None else new.count
-        fields = (("cache length", self.length),)
+        fields = ("cache length", self.length), *self._stock.agreed_tokens
         lengths = [each["tokens"] for each in self._team.consult("prefill", fields, {"tokens": tokens}, error)]
         assert new is not None, "whose error was raised"
         self._stock.spec.check_room(self.length, sum(lengths))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from treeattn.arguments.arrays import to_array
 from treeattn.arguments.checks import check_flag, check_root
 from treeattn.arguments.devices import fetch, on_device
+from treeattn.arguments.digests import CHECK_VARIABLE, checks, digest, digest_of_array
 from treeattn.arguments.inputs import resolve
 from treeattn.arguments.spec import Options, Spec
 from treeattn.arguments.state_arguments import sink_logits
@@ -28,8 +25,6 @@ from treeattn.steps.groups import Beside
 from treeattn.wrapping import team_of
 
 __all__ = ["Arguments", "Decoding", "agreed_fields", "check_positions", "decode", "fingerprints"]
-
-CHECK_VARIABLE = "TREEATTN_CHECK"
 
 Arguments: TypeAlias = tuple[Any, Any, Any, Options]
 """q, k, v and the options of one call, not yet validated."""
@@ -67,7 +62,8 @@ def decode(
     Parameters
     ----------
     q : array (B, Hq, Tq, D)
-        Queries, the same on every rank. ``TREEATTN_CHECK=1`` in the environment verifies that.
+        Queries, the same on every rank. ``TREEATTN_CHECK=1`` in the environment verifies that, as it does what
+        `ShardedKVCache.append` gets.
     k : array (B, Hkv, Tk, D)
         This rank's keys; Tk may differ from rank to rank and may be 0.
     v : array (B, Hkv, Tk, Dv)
@@ -181,7 +177,7 @@ class Decoding:
 
     @staticmethod
     def _attempt_of(signature: Signature, state: PartialState, shared: tuple[tuple[str, Any], ...]) -> Attempt:
-        check, details = (_digest(repr(shared).encode()), lambda: dict(shared)) if shared else (0, None)
+        check, details = (digest(repr(shared).encode()), lambda: dict(shared)) if shared else (0, None)
         return Attempt(signature, state, None, check, details)
 
     def _in_groups(self, arguments: Callable[[], Arguments], groups: int) -> Any:
@@ -257,25 +253,10 @@ def check_positions(options: Options) -> None:
 
 
 def fingerprints(q: Any, sink: Any) -> tuple[tuple[str, int], ...]:
-    """Digest what must hold the same values on every rank; q only when asked, since it costs a pass."""
+    """Digest what must hold the same values on every rank; q, where it must, only when asked: it costs a pass."""
     found = []
     if sink is not None and not on_device(sink):  # what is on a card is not read for this
-        found.append(("sink", _array_digest(sink)))
-    if _checks_q():
-        found += [(CHECK_VARIABLE, 1), ("q", _array_digest(fetch(to_array("q", q))))]
+        found.append(("sink", digest_of_array(sink)))
+    if q is not None and checks():
+        found += [(CHECK_VARIABLE, 1), ("q", digest_of_array(fetch(to_array("q", q))))]
     return tuple(found)
-
-
-def _checks_q() -> bool:
-    wanted = os.environ.get(CHECK_VARIABLE) or "0"
-    if wanted not in ("0", "1"):
-        raise InputError.of(CHECK_VARIABLE, expected="0 or 1", got=repr(wanted))
-    return wanted == "1"
-
-
-def _array_digest(array: Any) -> int:
-    return _digest(np.ascontiguousarray(array).tobytes())
-
-
-def _digest(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -265,7 +265,7 @@ class Baseline(ABC):
             raise reason
         sink = sink_logits(sink, spec.q_heads, spec.state_dtype, spec.on_device)
         fields = agreed_fields(spec) if same else _fields_of_spread(spec)
-        shared = fingerprints(q, sink) if same else fingerprints(None, sink)[:1]
+        shared = fingerprints(q if same else None, sink)
         state = (("root", root), ("dtype of the state", spec.state_dtype))
         return (*fields, *state, *shared, *self.fields), spec, args, Holding.of(spec, args), sink, backend
 

@@ -12,9 +12,11 @@ import numpy.typing as npt
 from treeattn.arguments.arrays import to_array
 from treeattn.arguments.checks import check_flag
 from treeattn.arguments.devices import Kind, fetch, give, kind_of, on_device
+from treeattn.arguments.digests import CHECK_VARIABLE, checks
 from treeattn.arguments.inputs import to_bhtd
 from treeattn.backends.base import Backend
 from treeattn.backends.registry import DEFAULT, find, home_of, load
+from treeattn.caching.appended import Appended
 from treeattn.caching.cache_spec import CacheSpec
 from treeattn.caching.ledger import Deal, Ledger, held_by
 from treeattn.caching.shard import Shard
@@ -50,7 +52,7 @@ class Stock:
 
     def __init__(self, spec: CacheSpec, size: int, rank: int, backend: Any) -> None:
         self.spec, self._size, self._rank = spec, size, rank
-        self.ledger = Ledger(size, spec.block_size)
+        self.ledger, self._appended = Ledger(size, spec.block_size), Appended()
         self.backend = None if backend is None else find(backend)
         self._follows = backend is None
         self.shard = self._shard_of(self.backend or load(DEFAULT))
@@ -87,7 +89,15 @@ class Stock:
     @property
     def agreed(self) -> tuple[tuple[str, Any], ...]:
         """What must be the same on every rank for a call on all tokens to make sense."""
-        return ("cache length", self.ledger.length), ("tokens of each rank", self.ledger.counts)
+        counts = ("cache length", self.ledger.length), ("tokens of each rank", self.ledger.counts)
+        return (*counts, *self.agreed_tokens)
+
+    @property
+    def agreed_tokens(self) -> tuple[tuple[str, Any], ...]:
+        """What must be the same of tokens that all ranks have appended, where they check that."""
+        if not self._appended.seen:
+            return ()
+        return (CHECK_VARIABLE, 1), ("k and v of append", self._appended.upto(self.ledger.length))
 
     def tokens(self, k: Any, v: Any) -> Tokens:
         """Check new keys and values."""
@@ -100,8 +110,11 @@ class Stock:
 
     def append(self, new: Tokens) -> None:
         """Deal tokens that all ranks have, and keep this rank's."""
-        self.spec.check_room(self.ledger.length, new.count)
-        self._keep(self.ledger.length, self.ledger.deal(new.count), new)
+        length = self.ledger.length
+        self.spec.check_room(length, new.count)
+        self._keep(length, self.ledger.deal(new.count), new)
+        if self._size > 1 and checks():
+            self._appended.add(length, *(fetch(array).astype(self.spec.dtype) for array in (new.k, new.v)))
 
     def prefill(self, new: Tokens, lengths: Sequence[int]) -> None:
         """Keep this rank's piece of tokens of which each rank has so many."""
@@ -111,6 +124,7 @@ class Stock:
     def _keep(self, start: int, deal: Deal, new: Tokens) -> None:
         """Store this rank's parts of what was dealt, of which ``new`` begins at position ``start``; then it counts."""
         self._follows = self._follows and not new.count
+        self._appended.cut(self.ledger.length)
         self._write(start, held_by(self._rank, deal.parts), new)
         for kind, array in zip(new.kinds, (new.k, new.v), strict=True):
             self.shard.memory.hand_back(kind, array)
