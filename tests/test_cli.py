@@ -407,6 +407,15 @@ cli.main(["topology"])
 """
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["topology", "--help"], ["plan", "--json", "-"]])
+def test_a_full_standard_output_is_named_whoever_writes_to_it(arguments):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "treeattn", *arguments]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "treeattn: standard output: No space left on device\n"
+
+
 def test_what_is_printed_to_closed_streams_goes_to_no_file_opened_later():
     command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", CLOSED]
     assert subprocess.run(command, check=False, timeout=60).returncode == 0

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import click
 
-from treeattn.cli.output import open_streams
+from treeattn.cli.output import named_output, open_streams
 from treeattn.errors import TreeattnError
 from treeattn.launch import GRACE, abort, launched
 
@@ -20,7 +20,8 @@ def run_command(command: click.Command, arguments: Sequence[str]) -> NoReturn:
     """Run a command line and end the process with its status; a failure is one sentence on stderr, from one rank."""
     open_streams()
     try:
-        status = command.main(arguments, "treeattn", standalone_mode=False, obj=tuple(arguments))
+        with named_output():
+            status = command.main(arguments, "treeattn", standalone_mode=False, obj=tuple(arguments))
     except click.Abort:  # Ctrl-C
         raise SystemExit(130) from None
     except Exception as error:

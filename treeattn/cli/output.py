@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -21,6 +21,7 @@ __all__ = [
     "counts",
     "drawable",
     "escape",
+    "named_output",
     "open_streams",
     "print_rows",
     "size",
@@ -36,11 +37,9 @@ def console(json_file: str | None) -> Console:
     """Give where rank 0 prints: nowhere if JSON has standard output to itself."""
     from rich.console import Console
 
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a label that it can't show is no reason to show nothing
     # Launchers give ranks a terminal of their own, whatever reads their output in the end.
     plain = None if launched() is None else False
-    to = Console(file=cast("IO[str]", _Output()), quiet=json_file == "-", force_terminal=plain, highlight=False)
+    to = Console(file=sys.stdout, quiet=json_file == "-", force_terminal=plain, highlight=False)
     to.width = to.width or 80  # which some containers report as 0, and then nothing at all would be shown
     return to
 
@@ -104,16 +103,26 @@ def writing(file: str) -> Iterator[None]:
 class _Output:
     """Standard output, which is named in what goes wrong there."""
 
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
     def write(self, text: str) -> None:
         with writing("standard output"):
-            sys.stdout.write(text)
+            self._stream.write(text)
 
     def flush(self) -> None:
         with writing("standard output"):
-            sys.stdout.flush()
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
+        return getattr(self._stream, name)
+
+
+def named_output() -> AbstractContextManager[Any]:
+    """Let ``sys.stdout`` be named in what goes wrong there, whoever writes to it."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a label that it can't show is no reason to show nothing
+    return redirect_stdout(cast("IO[str]", _Output(sys.stdout)))
 
 
 def open_streams() -> None:
@@ -129,8 +138,8 @@ def write_json(json_file: str | None, results: Mapping[str, Any]) -> None:
         return
     text = json.dumps(results, indent=2) + "\n"
     if json_file == "-":
-        _Output().write(text)
-        _Output().flush()
+        sys.stdout.write(text)
+        sys.stdout.flush()
     else:
         with writing(json_file):
             Path(json_file).write_text(text, encoding="utf-8")
