@@ -16,15 +16,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from gguf_llama.errors import LlamaError
+from treeattn.cli.failure import run_command
 from treeattn.cli.options import file_option
-from treeattn.cli.output import open_streams
-from treeattn.errors import InputError, TreeattnError
-from treeattn.launch import abort, install_abort_hook, launched
+from treeattn.errors import InputError
+from treeattn.launch import launched
 from treeattn.launch import run as run_on_ranks
 
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -74,36 +73,9 @@ def generate(ranks: int | None, debug: bool, **options: Any) -> int:
     return 0
 
 
-def main() -> None:
-    """Run the command; what the user can put right ends in one sentence, from rank 0 or the rank that it is about."""
-    open_streams()
-    install_abort_hook()
-    try:
-        status = generate.main(standalone_mode=False)
-    except click.Abort:  # Ctrl-C
-        status = 130
-    except (click.ClickException, LlamaError, TreeattnError, OSError, MemoryError) as error:
-        if "--debug" in sys.argv:
-            raise
-        status = fail(error)
-    raise SystemExit(status)
-
-
-def fail(error: Exception) -> int:
-    """Say what is wrong, and give the exit status."""
-    text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-    if isinstance(error, OSError) and error.filename:
-        text = f"{error.filename}: {error.strerror}"
-    sentence = f"llama_generate: {' '.join(text.split())}"
-    if isinstance(error, (OSError, MemoryError)):  # the other ranks know nothing of it
-        abort(sentence)
-    # The others come up on every rank alike. Rank 0 alone speaks and fails: a launcher ends all ranks at the first
-    # that fails, and the sentence might be lost.
-    here = launched()
-    if here is not None and here.rank > 0:
-        return 0
-    print(sentence, file=sys.stderr, flush=True)
-    return 1
+def main() -> NoReturn:
+    """Run the command; what goes wrong is one sentence, from one rank."""
+    run_command(generate, sys.argv[1:], "llama_generate")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from treeattn.errors import TreeattnError
+
 __all__ = ["LlamaError"]
 
 
-class LlamaError(Exception):
+class LlamaError(TreeattnError):
     """A model file, prompt or option that can't be used; the message is one sentence."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gguf_llama.processes import Processes
-from treeattn.cli.output import writing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -112,9 +111,8 @@ class AnswerStream:
         return text
 
     def _print(self, text: str) -> None:
-        with writing("standard output"):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        sys.stdout.write(text)
+        sys.stdout.flush()
         self._written += text
 
 

@@ -132,8 +132,6 @@ def test_one_sentence_and_a_status_on_the_command_line(write_model: Any, tmp_pat
 def told(monkeypatch: Any, capfd: Any, *arguments: object) -> tuple[int, list[str]]:
     """Run the script's main in this process; give its status and the last line on stderr."""
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
-    monkeypatch.setattr(sys, "exit", sys.exit)  # these two are put back afterwards
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     with pytest.raises(SystemExit) as ended:
         llama_generate.main()
     return ended.value.code, capfd.readouterr().err.splitlines()[-1:]
@@ -171,7 +169,8 @@ def test_what_ends_a_run_needs_no_traceback(monkeypatch: Any, capfd: Any, error:
         raise error
 
     monkeypatch.setattr("gguf_llama.session.run", run)
-    expected = (130, [""]) if isinstance(error, KeyboardInterrupt) else (1, ["llama_generate: no room for 8 bytes"])
+    said = ["llama_generate: not enough memory: no room for 8 bytes"]
+    expected = (130, [""]) if isinstance(error, KeyboardInterrupt) else (1, said)
     assert told(monkeypatch, capfd, "--prompt", "x") == expected
 
 

@@ -16,24 +16,32 @@ from treeattn.launch import GRACE, abort, launched
 __all__ = ["run_command"]
 
 
-def run_command(command: click.Command, arguments: Sequence[str]) -> NoReturn:
-    """Run a command line and end the process with its status; a failure is one sentence on stderr, from one rank."""
+def run_command(command: click.Command, arguments: Sequence[str], name: str = "treeattn") -> NoReturn:
+    """Run a command line and end the process with its status; a failure is one sentence on stderr, from one rank.
+
+    Parameters
+    ----------
+    command : click.Command
+    arguments : sequence of str
+    name : str
+        Of the program, which begins that sentence.
+    """
     open_streams()
     try:
         with named_output():
-            status = command.main(arguments, "treeattn", standalone_mode=False, obj=tuple(arguments))
+            status = command.main(arguments, name, standalone_mode=False, obj=tuple(arguments))
     except click.Abort:  # Ctrl-C
         raise SystemExit(130) from None
     except Exception as error:
-        _fail(error, debug="--debug" in arguments)
+        _fail(error, name, debug="--debug" in arguments)
     if status:
         _let_rank_zero_speak()
     raise SystemExit(status)
 
 
-def _fail(error: Exception, debug: bool) -> NoReturn:
+def _fail(error: Exception, name: str, debug: bool) -> NoReturn:
     _let_rank_zero_speak()
-    text = "".join(traceback.format_exception(error)) if debug else f"treeattn: {_sentence(error)}"
+    text = "".join(traceback.format_exception(error)) if debug else f"{name}: {_sentence(error)}"
     abort(text, error.exit_code if isinstance(error, click.ClickException) else 1)
 
 
