@@ -262,6 +262,19 @@ def test_nothing_is_left_by_ranks_that_are_killed_before_they_share_it(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_needs_a_name_has_it_once_it_is_filled(monkeypatch):
+    reserve, before = os.posix_fallocate, files()
+
+    def reserving(*arguments):
+        assert files() == before
+        reserve(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserving)
+    with window._file(b"token", 1000, named=True) as path:
+        assert Path(path).read_bytes() == b"token" + bytes(995)
+    assert files() == before
+
+
 def test_ranks_share_memory_that_can_not_reach_each_other_by_proc(monkeypatch):
     made, asked = window._file, []
 

@@ -2,9 +2,10 @@
 
 It is a file in /dev/shm without a name, which the ranks of the host reach through /proc while the first of them has it
 open, so that nothing is left of it when they end, however they end. Only where /proc does not show them each other, as
-in containers of their own, the file has a name until all have mapped it. It is not an MPI window: its room is reserved
-when it is made, so that a small /dev/shm is an answer and not a bus error later; making it can't hang; and MPI need not
-be asked before its end.
+in containers of their own, it has a name, from when it is filled until all have mapped it. That takes two
+exchanges between ranks; who is killed meanwhile leaves it, for without a name nobody else could open it.
+It is not an MPI window: its room is reserved when it is made, so that a small /dev/shm is an answer and not a bus error
+later; making it can't hang; and MPI need not be asked before its end.
 Whether ranks share memory is not believed but tried: each reads there what the first has written.
 """
 
@@ -230,13 +231,17 @@ def _cores() -> str:
 @contextlib.contextmanager
 def _file(token: bytes, size: int, named: bool) -> Iterator[str]:
     """Make a file whose room is reserved and that begins with ``token``; give the path to it for as long as that."""
-    prefix = f"treeattn-{os.getpid()}-"
-    make = tempfile.NamedTemporaryFile if named else tempfile.TemporaryFile
-    with make("w+b", prefix=prefix, dir=FOLDER) as file:
+    with tempfile.TemporaryFile("w+b", dir=FOLDER) as file, contextlib.ExitStack() as removed:
         os.posix_fallocate(file.fileno(), 0, size)
         file.write(token)
         file.flush()
-        yield file.name if named else f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        if named:  # only now: what ends this rank while there is a name leaves the file
+            name = FOLDER / f"treeattn-{os.getpid()}-{secrets.token_hex(4)}"
+            os.link(path, name, src_dir_fd=file.fileno())  # which has Python follow the link that ``path`` is
+            removed.callback(name.unlink, missing_ok=True)
+            path = str(name)
+        yield path
 
 
 def _map(path: str, token: bytes, size: int, named: bool) -> mmap.mmap:
