@@ -122,7 +122,8 @@ def _shift_into_range(o: Any, scale: Any, l: Any, count: int, kind: Any) -> Any:
         largest = max(largest, bits if bits < 0x7F800000 else 0)
     if largest == 0:
         return 0.0
-    shift, level = 14 - ((largest >> 23) - 127), (np.float32(l).view(np.int32) >> 23) - 127
+    level = ((np.float32(l).view(np.int32) >> 23) & 0xFF) - 127  # of NaN too, whose sign is nobody's choice
+    shift = 14 - ((largest >> 23) - 127)
     return np.float64(min(shift, LARGEST_L - level, 126))
 
 

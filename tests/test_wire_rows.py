@@ -362,3 +362,20 @@ def test_rows_of_any_width_are_whole_words(width):
     state = np.ones((1, 2, 1, width + 2), np.float32)
     state[..., -1] = 0
     np.testing.assert_array_equal(combine.finish(over_narrow_wire([state, state], "float16")[1], None)[0], 1)
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+def test_the_sign_of_a_nan_changes_no_number(narrow):
+    """Processors and compilers choose it: negative where x86 makes a NaN, positive elsewhere."""
+
+    def wire_of(sign):
+        state = rows_of(0)
+        state[..., -2] = np.copysign(np.float32(np.nan), sign)
+        wire = np.empty(form_of(state, narrow).nbytes, np.uint8)
+        OPS.prepare_pack(wire, form_of(state, narrow))(state)
+        return wire.reshape(8, -1)
+
+    behind = 2 * (WIDTH - 2)
+    up, down = wire_of(1), wire_of(-1)
+    assert np.array_equal(up[:, :behind], down[:, :behind])
+    assert np.array_equal(up[:, behind + 4 :], down[:, behind + 4 :])

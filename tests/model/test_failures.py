@@ -122,8 +122,8 @@ def sentence(*arguments: object, status: int = 1) -> str:
 
 
 def test_one_sentence_and_a_status_on_the_command_line(write_model: Any, tmp_path: Path) -> None:
-    assert "give a --prompt" in sentence()
-    assert "No such option" in sentence("--frobnicate")
+    assert "give a --prompt" in sentence(status=2)
+    assert "No such option" in sentence("--frobnicate", status=2)
     assert "no.gguf can't be read: No such file" in sentence("--model", tmp_path / "no.gguf", "--prompt", "x")
     long = sentence("--model", write_model(), "--raw", "--prompt", "x" * 64)
     assert "the prompt has 64 tokens, which leaves no room for an answer in 64" in long

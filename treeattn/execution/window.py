@@ -16,7 +16,6 @@ import mmap
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_
@@ -231,7 +230,8 @@ def _cores() -> str:
 @contextlib.contextmanager
 def _file(token: bytes, size: int, named: bool) -> Iterator[str]:
     """Make a file whose room is reserved and that begins with ``token``; give the path to it for as long as that."""
-    with tempfile.TemporaryFile("w+b", dir=FOLDER) as file, contextlib.ExitStack() as removed:
+    nameless = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)  # tempfile's can't have a name later
+    with open(nameless, "w+b") as file, contextlib.ExitStack() as removed:
         os.posix_fallocate(file.fileno(), 0, size)
         file.write(token)
         file.flush()
