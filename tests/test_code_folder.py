@@ -24,7 +24,7 @@ from treeattn.kernels import code_folder, compilation
 from treeattn.kernels.code_folder import cache_folder, clear_cache
 from treeattn.kernels.compilation import Compilation, account
 
-RANKS = 4
+RANKS = 8
 
 SHAPE = ["--q-heads", "4", "--kv-heads", "2", "--head-dim", "24", "--causal"]
 

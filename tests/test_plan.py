@@ -22,7 +22,7 @@ from treeattn.planning.topology import group_ranks, rack_of
 
 PAYLOAD = 1000
 MANY = settings(deadline=None, max_examples=200)
-THOUSAND = settings(deadline=None, max_examples=1000)
+THOUSANDS = settings(deadline=None, max_examples=2000)
 
 
 LABELS = [f"{rack}{host}" for rack in ("", "r0/", "r1/", "r2/") for host in "abc"]
@@ -109,7 +109,7 @@ def followed(plan):
 
 
 @given(host_maps(), RADICES, st.booleans())
-@THOUSAND
+@THOUSANDS
 def test_an_allreduce_brings_every_state_to_every_rank_once_and_in_order(hosts, radices, deterministic):
     order = expected_order(hosts, radices, deterministic)
     for piece in followed(plan_allreduce(hosts, radices, deterministic=deterministic)):
