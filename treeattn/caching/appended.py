@@ -26,6 +26,7 @@ class Appended:
     >>> one.add(0, np.zeros((1, 2, 3, 4)), np.ones((1, 2, 3, 4)))
     >>> one.upto(2) == one.upto(3), one.upto(0) == other.upto(0)
     (False, True)
+    >>> other.cut(10**15)  # takes no room while nobody looks
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,8 @@ class Appended:
 
     def cut(self, length: int) -> None:
         """Forget what was behind ``length``, to which the cache has come back, or has come unseen."""
+        if not self.seen:
+            return
         del self._digests[length + 1 :]
         self._digests += self._digests[-1:] * (length + 1 - len(self._digests))
 
