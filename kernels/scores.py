@@ -249,7 +249,7 @@ def scores_of(storage: str, common: int, how: int) -> Callable[[], int]:
             return
         apart = common != 0 and k_t != row_bytes
         # The other rows find these keys in the cache: the memory would rest.
-        asks = two if rows >= 2 * two else 0 if ASKS_FIRST else -1
+        asks = two if most == 2 and rows >= 2 * two else 0 if ASKS_FIRST else -1
         strip = LANES if most == 2 or apart else max(LANES, STRIP // (width * size) // LANES * LANES)
         for first in range(0, keys, strip):
             row, count = 0, min(strip, keys - first)
@@ -268,7 +268,7 @@ def scores_of(storage: str, common: int, how: int) -> Callable[[], int]:
                         dots(code, how, common, four, 0, at, q_t, start, k_t, count, width, found)
                     row += four
                 elif rows - row >= two:
-                    if row == asks and most == 2 and not apart:
+                    if row == asks and not apart:
                         dots(code, how, common, two, 1, at, q_t, start, k_t, count, width, found)
                     else:
                         dots(code, how, common, two, 0, at, q_t, start, k_t, count, width, found)
