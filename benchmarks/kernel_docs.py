@@ -4,7 +4,8 @@
     python benchmarks/kernel_docs.py a.json b.json ...
 
 A figure is the median over the runs; behind it, in brackets, are those of all runs, in the order of the files. Above a
-table is what it was measured on. ``--tables`` leaves the others as they are.
+table is what it was measured on. ``--tables`` leaves the others as they are; ``--machine intel`` writes to the marks of
+"dtypes on intel" and so on, beside those of the machine that the page is about.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ TABLES = ("dtypes", "options", "many", "widths", "memory", "peers", "fixed")
 @click.command(help=__doc__)
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--tables", default=",".join(TABLES), show_default=True, help="Tables to write.")
-def main(files: Sequence[str], tables: str) -> None:
+@click.option("--machine", help="Another machine, which has tables of its own.")
+def main(files: Sequence[str], tables: str, machine: str | None) -> None:
     results = [json.loads(Path(file).read_text()) for file in files]
     usual = {case.name: case.tokens for group in GROUPS.values() for case in group}
     runs: Runs = defaultdict(list)
@@ -43,7 +45,7 @@ def main(files: Sequence[str], tables: str) -> None:
     page = PAGE.read_text()
     for name in tables.split(","):
         lines = [*origin(results, runs, name), "", *written(runs, name)]
-        page = fill(page, name, "\n".join(lines))
+        page = fill(page, f"{name} on {machine}" if machine else name, "\n".join(lines))
     PAGE.write_text(page)
 
 
