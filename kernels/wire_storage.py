@@ -120,10 +120,9 @@ def _shift_into_range(o: Any, scale: Any, l: Any, count: int, kind: Any) -> Any:
     for j in range(count):
         bits = np.int32(np.float32(scale * o[j]).view(np.int32) & 0x7FFFFFFF)
         largest = max(largest, bits if bits < 0x7F800000 else 0)
-    if largest == 0:
+    if largest == 0 or not l < np.inf:  # an e that is not finite can't take a power of two back
         return 0.0
-    level = ((np.float32(l).view(np.int32) >> 23) & 0xFF) - 127  # of NaN too, whose sign is nobody's choice
-    shift = 14 - ((largest >> 23) - 127)
+    shift, level = 14 - ((largest >> 23) - 127), (np.float32(l).view(np.int32) >> 23) - 127
     return np.float64(min(shift, LARGEST_L - level, 126))
 
 
