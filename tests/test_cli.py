@@ -408,10 +408,12 @@ cli.main(["topology"])
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["topology", "--help"], ["plan", "--json", "-"]])
-def test_a_full_standard_output_is_named_whoever_writes_to_it(arguments):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_standard_output_is_named_whoever_writes_to_it(arguments, unbuffered):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "treeattn", *arguments]
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        command, buffers = [sys.executable, "-m", "treeattn", *arguments], {"PYTHONUNBUFFERED": unbuffered}
+        pipes = {"stdout": full, "stderr": subprocess.PIPE, "env": {**os.environ, **buffers}}
+        ended = subprocess.run(command, text=True, check=False, **pipes)
     assert ended.returncode == 1
     assert ended.stderr == "treeattn: standard output: No space left on device\n"
 

@@ -330,13 +330,16 @@ def test_what_is_rounded_off_is_within_the_bound_whatever_the_values(seeds, narr
 
 
 @pytest.mark.parametrize("narrow", NARROW)
-def test_a_merge_to_a_state_at_once_has_the_bits_of_a_merge_on_the_wire(narrow):
+@pytest.mark.parametrize(("logit", "total"), [(0.0, 1.0), (np.inf, np.nan), (np.nan, np.nan)])
+def test_a_merge_to_a_state_at_once_has_the_bits_of_a_merge_on_the_wire(narrow, logit, total):
+    """Also of rows of which l is NaN, as it is where a logit is no number."""
     states = [rows_of(seed, rows=40) for seed in range(3)]
+    states[1][0, 3, 0, -2:] = total, logit
     wires, packed = over_narrow_wire(states, narrow)
     form, at_once = form_of(states[0], narrow), np.empty_like(packed)
     space, sources = wire_rows.room(3, form), np.array([wire.ctypes.data for wire in wires[1:]])
     wire_rows.state_at(form)(at_once.ctypes.data, sources, form.rows, form.width, space.ctypes.data)
-    assert at_once.tobytes() == packed.tobytes()
+    assert_same_numbers(at_once, packed)
 
 
 @pytest.mark.parametrize("narrow", NARROW)

@@ -118,11 +118,29 @@ class _Output:
         return getattr(self._stream, name)
 
 
-def named_output() -> AbstractContextManager[Any]:
+@contextmanager
+def named_output() -> Iterator[None]:
     """Let ``sys.stdout`` be named in what goes wrong there, whoever writes to it."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a label that it can't show is no reason to show nothing
-    return redirect_stdout(cast("IO[str]", _Output(sys.stdout)))
+    stream = sys.stdout
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # a label that it can't show is no reason to show nothing
+    try:
+        with redirect_stdout(cast("IO[str]", _Output(stream))):
+            yield
+    except OSError:
+        _let_end(stream)
+        raise
+
+
+def _let_end(stream: Any) -> None:
+    """Drop what a stream holds and can't write, which Python would try once more at exit, and make that the status."""
+    try:
+        stream.flush()
+    except OSError:
+        if isinstance(stream, TextIOWrapper):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def open_streams() -> None:
