@@ -35,7 +35,7 @@ TABLES = ("dtypes", "options", "many", "widths", "memory", "peers", "fixed")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--tables", default=",".join(TABLES), show_default=True, help="Tables to write.")
 @click.option("--machine", help="Another machine, which has tables of its own.")
-def main(files: Sequence[str], tables: str, machine: str | None) -> None:
+def main(files: Sequence[str], tables: str, machine: str | None = None) -> None:
     results = [json.loads(Path(file).read_text()) for file in files]
     usual = {case.name: case.tokens for group in GROUPS.values() for case in group}
     runs: Runs = defaultdict(list)

@@ -134,6 +134,9 @@ def test_tables_are_written_between_their_marks_from_all_runs(part, monkeypatch,
     assert written.count("some; today; commit abc; numpy 1") == 2
     of_options = slice(*(before.index(f"<!-- {words}options") for words in ("", "end of ")))
     assert before[of_options] in written
+    docs.main.callback([str(tmp_path / "0.json")], "dtypes", "intel")
+    assert page.read_text().count("some; today; commit abc; numpy 1") == 3
+    assert "| `f32-gqa` | 80 (90, 80, 70) |" in page.read_text()
 
 
 def test_a_plot_of_shares_has_a_panel_per_row_and_says_when_there_is_nothing_to_draw(part, tmp_path):
