@@ -16,15 +16,20 @@ from numba.core import config as _config
 codegen: Any = _codegen
 config: Any = _config  # its settings appear at run time, out of a type checker's sight
 
-__all__ = ["has_feature", "target"]
+__all__ = ["has_feature", "is_zen", "target"]
 
 GENERATIONS = "sse", "sse2", "sse3", "ssse3", "sse4.1", "sse4.2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw"
 """Features of which LLVM takes away the later ones too with an earlier one."""
 
 
 def target() -> str:
-    """Name the processor and its features as LLVM is told them."""
-    return f"{config.CPU_NAME or binding.get_host_cpu_name()} {_features()}"
+    """Name the processor and its features as LLVM is told them: all that compiled code depends on."""
+    return f"{_name()} {_features()}"
+
+
+def is_zen() -> bool:
+    """Whether numba compiles for an AMD processor of 2017 or later, which gains by other things than Intel's."""
+    return _name().startswith("znver")
 
 
 def has_feature(name: str) -> bool:
@@ -32,6 +37,10 @@ def has_feature(name: str) -> bool:
     told = _told(_features())
     earlier = GENERATIONS[: GENERATIONS.index(name)] if name in GENERATIONS else GENERATIONS
     return told.get(name, False) and all(told.get(each, True) for each in earlier)
+
+
+def _name() -> str:
+    return str(config.CPU_NAME or binding.get_host_cpu_name())
 
 
 def _features() -> str:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from treeattn.errors import InputError
-from treeattn.kernels.target import has_feature
+from treeattn.kernels.target import has_feature, is_zen
 
 __all__ = ["AHEAD", "AHEAD_STEP", "ASKS_FIRST", "DOUBLE", "FLOAT", "LANES", "LINE", "ZEN", "Vectors"]
 
@@ -43,8 +43,8 @@ LANES = _lanes()
 LINE = 64
 """Bytes of a cache line, and of the widest vector."""
 
-ZEN = binding.get_host_cpu_name().startswith("znver")
-"""Whether this is an AMD processor of 2017 or later: it gains by other things than Intel's."""
+ZEN = is_zen()
+"""Whether to take the ways by which AMD's processors gain, and not those by which Intel's do."""
 
 AHEAD, AHEAD_STEP = 8192, 2 * LINE if ZEN else LINE
 """Bytes that `Vectors.fetch_ahead` asks ahead if nothing else is said, and from one line that it asks for to the next.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llvmlite import binding
 
 from treeattn import errors
-from treeattn.kernels import target
+from treeattn.kernels import code_folder, target
 from treeattn.kernels.numba_settings import check_settings
 
 IMPOSSIBLE = {
@@ -82,6 +82,16 @@ def test_vectors_have_registers_in_what_llvm_compiles_for(features):
     machine = binding.Target.from_default_triple().create_target_machine(cpu="generic", features=",".join(features))
     registers = re.findall(r"vpaddd.*%([yz]mm)", machine.emit_assembly(binding.parse_assembly(ADD)))
     assert lanes <= max((REGISTERS[each] for each in registers), default=4)
+
+
+@pytest.mark.parametrize(("name", "zen"), [("znver4", True), ("emeraldrapids", False), ("generic", False)])
+def test_kernels_are_made_for_the_processor_that_numba_is_told_of(monkeypatch, name, zen):
+    """And kept apart from those for others: what they depend on is in the name of their folder."""
+    own = target.target(), code_folder._fingerprint()
+    monkeypatch.setattr(target.config, "CPU_NAME", f"{name}-like")
+    assert target.is_zen() is zen
+    assert target.target() != own[0]
+    assert code_folder._fingerprint() != own[1]
 
 
 @pytest.mark.parametrize("name", ["f16c", "avx2", "avx512f", "avx512bf16", "avx512vbmi"])
