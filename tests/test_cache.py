@@ -163,6 +163,37 @@ def test_queries_may_stand_anywhere(make):
         assert_attention(got, q, k, v, q_pos=np.array([3, 39, 17]), kv_pos=0, causal=True)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_hide_their_padding_by_a_mask_of_local_tokens(make, size):
+    (k, v), (more_k, more_v), q = tokens(40), tokens(5, 2), queries(2)
+    padding = np.array([0, 23])  # before each row's prompt, on ranks that then have none of its tokens too
+    k[1, :, :23] = v[1, :, :23] = np.nan
+
+    def call(comm):
+        cache = make(comm, **SHAPE, block_size=4, capacity=60)
+        first, last = 40 * comm.rank // size, 40 * (comm.rank + 1) // size
+        cache.prefill(k[:, :, first:last], v[:, :, first:last])
+        cache.append(more_k, more_v)
+        seen = cache.positions >= padding[:, None, None, None]
+        return cache.decode(q, mask=seen, return_lse=True)
+
+    whole = np.concatenate([k, more_k], axis=2), np.concatenate([v, more_v], axis=2)
+    seen = np.arange(45) >= padding[:, None, None, None]
+    for got in on_ranks(size, call):
+        assert_attention(got, q, *whole, mask=seen, q_pos=[43, 44], kv_pos=0, causal=True)
+
+
+def test_a_mask_of_other_tokens_than_a_ranks_own_is_an_error_on_all(make):
+    def call(comm):
+        cache = make(comm, **SHAPE, block_size=4, capacity=60)
+        cache.append(*tokens(9))
+        return outcome(lambda: cache.decode(queries(1), mask=np.ones(cache.local_length + (comm.rank == 1), bool)))
+
+    told, raised = on_ranks(2, call)
+    assert raised.startswith("InputError: mask: expected a shape that broadcasts to ")
+    assert told == f"{raised} (rank 1 on host localhost)"
+
+
 def test_lopsided_prefill_grows_past_a_ranks_share(make):
     k, v = tokens(90)
 

@@ -211,6 +211,7 @@ class ShardedKVCache:
         self,
         q: Any,
         *,
+        mask: Any = None,
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
         softcap: float | None = None,
@@ -230,6 +231,9 @@ class ShardedKVCache:
             Queries, the same on every rank. Those of the host are copied to the card of a cache that is there.
         q_pos : array of int (Tq,) or (B, Tq), optional
             Their positions; by default they are the last Tq tokens of the cache.
+        mask : bool or float array, optional
+            As in `treeattn.decode`: its last axis is this rank's tokens, which stand at `positions`. Rows of a batch
+            with prompts of unlike lengths hide their padding by it.
         causal, window, softcap, scale, sink, root, return_lse, pipeline
             As in `treeattn.decode`, except that ``causal`` is True unless said otherwise.
         backend : str or Backend, optional
@@ -256,7 +260,7 @@ class ShardedKVCache:
                 raise error
             here, count = stock.queries(q)
             placed = stock.placed(count, q_pos, causal, window)
-            options = Options(scale=scale, softcap=softcap, layout=self.layout, **placed)
+            options = Options(scale=scale, mask=mask, softcap=softcap, layout=self.layout, **placed)
             return here, *stock.keys_and_values(), options
 
         return self._turns.read(lambda refusal: stock.as_callers(decoding(partial(arguments, refusal)), q))
