@@ -112,6 +112,31 @@ def test_decode_claims_no_rate_for_keys_that_a_window_leaves_out(treeattn, tmp_p
     assert json.loads((tmp_path / "results.json").read_text())["gb_per_s"] is None
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("plan",), ("decode", *SMALL), ("topology", "--hosts", "a,b")],
+    ids=lambda command: command[0],
+)
+def test_a_narrow_terminal_cuts_nothing_short(treeattn, monkeypatch, command):
+    wide = treeattn(*command).out
+    monkeypatch.setenv("COLUMNS", "24")
+    narrow = treeattn(*command).out
+    assert max(map(len, narrow.splitlines()[:3])) <= 24
+    assert "…" not in narrow
+    numbers = [line for line in wide.splitlines() if re.match(r" +\d+ tree +\d|       \w+ +\d", line)]
+    assert bool(numbers) == (command == ("plan",))
+    assert [line for line in numbers if line not in narrow.splitlines()] == []
+
+
+def test_decode_takes_a_model_and_tokens_by_the_thousand(treeattn, monkeypatch, tmp_path):
+    file, made = tmp_path / "model.json", []
+    file.write_text(CostModel(Link(1, 1e9, ""), Link(1000, 1e9, ""), merge_gb_per_s=1e9).to_json())
+    monkeypatch.setattr("treeattn.comm.TreeComm", lambda **options: made.append(options) or TreeComm(**options))
+    ended = treeattn("decode", *SMALL, "--tokens", "1.5k", "--model", str(file), "--json", "-")
+    assert ended.json["workload"]["tokens"] == 1536
+    assert [options["model"] for options in made] == [str(file)]
+
+
 def test_the_list_of_commands_has_whole_sentences(treeattn):
     assert "..." not in treeattn("--help").out.partition("Commands:")[2].partition("Examples:")[0]
 
@@ -321,13 +346,27 @@ def test_doctor_tells_of_a_launcher_that_does_not_belong_to_the_library(mpirun):
         (["decode", "--window", "3,-2"], 1, "window: expected (left, right), none negative, got (3, -2)"),
         (["decode", "--plan", "1,all"], 1, "plan: expected each radix a number of at least 2"),
         (["decode", "--plan", "²,2"], 1, "plan: expected each radix a number of at least 2"),
-        (["decode", "--tokens", "9" * 30], 1, "sizes: expected arrays of at most"),
+        (["decode", "--tokens", "9" * 30], 2, "Invalid value for '--tokens': expected a number of tokens, such as"),
+        (["decode", "--tokens", "1x"], 2, "Invalid value for '--tokens': expected a number of tokens, such as 131072"),
+        (["bench", "--tokens", "4k,x"], 2, "Invalid value for '--tokens': expected numbers of tokens between commas"),
+        (["decode", "--batch", "two"], 2, "Invalid value for '--batch': 'two' is not a valid integer ("),
+        (["decode", "--plan", "p.json"], 1, "plan: expected 'default', 'auto', 'shared',"),
+        (
+            ["decode", "--model", "m.json"],
+            1,
+            "model: expected one of default, ",
+        ),
+        (["topology", "--hosts", "a,b", "--model", "eth"], 1, "model: expected default or another of"),
         (["decode", "--batch", "9" * 30], 1, "sizes: expected arrays of at most"),
         (["decode", "--tokens", "9" * 12, "--warmup", "0"], 1, "not enough memory: "),
         (["topology", "--hosts", "\udcff,b", "--root", "2"], 1, "--root: expected a rank from 0 to 1, got 2"),
-        (["decode", "--hosts", "\udcff,b"], 1, "hosts: expected 1 labels, one per rank, got 2 (\\udcff, b)"),
+        (["decode", "--hosts", "\udcff,b"], 1, "hosts: expected 1 label, one per rank, got 2 (\\udcff, b)"),
         (["decode", "--root", "1"], 1, "root: expected None or a rank from 0 to 0, got 1"),
-        (["decode", "--hosts", "a,b"], 1, "hosts: expected 1 labels, one per rank, got 2 (a, b)"),
+        (
+            ["decode", "--hosts", "a,b"],
+            1,
+            "hosts: expected 1 label, one per rank, got 2 (a, b); mpirun -n 2, or --ranks 2,",
+        ),
         (["decode", "--hosts", "a,,b"], 2, "Invalid value for '--hosts': expected labels between commas"),
         (["decode", "--ranks", "0"], 2, "Invalid value for '--ranks'"),
         (["decode", "--json", ""], 2, "Invalid value for '--json': expected a file, or - for standard output"),

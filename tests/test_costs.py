@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
@@ -34,8 +35,9 @@ def test_presets_cap_what_would_be_incast_and_use_the_one_table_of_links():
     ("model", "sentence"),
     [
         ("nvlink", "^model: expected nvlink-infiniband"),
-        ("no such file.json", "^model: expected one of default"),
-        (7, "^model: expected a preset's name, a CostModel or a file, got 7"),
+        ("no such file.json", "^model: expected one of default, .*'no such file.json'; there is no such file$"),
+        (Path("nowhere"), "^model: expected one of default, .*; there is no such file$"),
+        (7, "^model: expected one of default, .*, a CostModel or a file, got 7$"),
     ],
 )
 def test_what_is_no_model_is_refused_with_a_sentence(model, sentence):

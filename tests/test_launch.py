@@ -207,6 +207,12 @@ def test_the_module_says_how_it_is_used(arguments, capsys):
     assert capsys.readouterr().err.startswith("usage: python -m treeattn.launch RANKS PROGRAM")
 
 
+@pytest.mark.parametrize("arguments", [["-h"], ["--help"]])
+def test_the_module_says_so_when_asked_too(arguments, capsys):
+    assert launch.main(arguments) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m treeattn.launch RANKS PROGRAM")
+
+
 def test_a_message_that_is_no_text_is_printed_too(capfd):
     with pytest.raises(SystemExit):
         launch.abort("no file \udcff")

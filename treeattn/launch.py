@@ -319,11 +319,18 @@ def _world() -> Any:
     return mpi.COMM_WORLD if mpi.COMM_WORLD.Get_size() > 1 else None
 
 
+USAGE = """\
+usage: python -m treeattn.launch RANKS PROGRAM [ARGUMENT]...
+starts a Python program (a script, or -m MODULE) on RANKS, a number, MPI ranks of this machine"""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run ``RANKS PROGRAM [ARGUMENT]...``; give the exit status."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
     if len(arguments) < 2 or not arguments[0].isdecimal():
-        print("usage: python -m treeattn.launch RANKS PROGRAM [ARGUMENT]...", file=sys.stderr)
-        print("starts a Python program on RANKS, a number, MPI ranks of this machine", file=sys.stderr)
+        print(USAGE, file=sys.stderr)
         return 2
     try:
         return run(int(arguments[0]), arguments[1:])

@@ -37,7 +37,7 @@ Examples:
     epilog=EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-@click.version_option(__version__, prog_name="treeattn")
+@click.version_option(__version__, "-V", "--version", prog_name="treeattn")
 @click.pass_context
 def commands(context: click.Context) -> None:
     """Exact attention decoding over a key/value cache that is split over MPI ranks.

@@ -15,9 +15,11 @@ from treeattn.cli.bench_ranks import Contest, on_mpi, on_threads, report_to
 from treeattn.cli.bench_report import environment, show
 from treeattn.cli.options import (
     ALGORITHM_NAMES,
+    Whole,
     backend_option,
     file_option,
     json_option,
+    parse_tokens,
     plan_option,
     read_output_file,
 )
@@ -37,6 +39,13 @@ Examples:
   treeattn bench --ranks 8,16,32 --emulate-latency 10 --plot latency.png
   mpirun -n 4 treeattn bench --json -
 """
+
+
+def _contexts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    read = [parse_tokens(word) for word in value.split(",")]
+    if None in read:
+        raise click.BadParameter(f"expected numbers of tokens between commas, such as 4096,64k,1M, got {value!r}")
+    return tuple(number for number in read if number)
 
 
 def _numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -74,8 +83,10 @@ def _plot_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return read_output_file(ctx, param, value)
 
 
-def _list_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
-    return click.option(name, default=default, callback=_numbers, show_default=True, metavar="N,N,...", help=text)
+def _list_option(
+    name: str, default: str, text: str, read: Callable[..., tuple[int, ...]] = _numbers
+) -> Callable[[Any], Any]:
+    return click.option(name, default=default, callback=read, show_default=True, metavar="N,N,...", help=text)
 
 
 @click.command(epilog=EXAMPLES)
@@ -87,7 +98,7 @@ def _list_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
     metavar="NAME,NAME,...",
     help=f"Of {ALGORITHM_NAMES}.",
 )
-@_list_option("--tokens", "4096,16384", "Contexts, on all ranks together.")
+@_list_option("--tokens", "4096,16384", "Contexts, on all ranks together; k is 1024.", _contexts)
 @_list_option("--batch", "1", "Batch rows: the payloads, since a state has a row for each.")
 @_list_option("--ranks", "2,4,8", "Numbers of ranks; under a launcher, its own.")
 @click.option("--threads", is_flag=True, help="Ranks are threads of one process, not MPI processes.")
@@ -100,20 +111,20 @@ def _list_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
 )
 @click.option(
     "--ranks-per-host",
-    type=click.IntRange(1),
+    type=Whole(1),
     help="Pretend that so many share a host.  [default: 1 with emulated latency]",
 )
-@click.option("--q-heads", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--q-tokens", type=click.IntRange(1), default=1, show_default=True, help="Query tokens, the last ones.")
-@click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--q-heads", type=Whole(1), default=32, show_default=True)
+@click.option("--kv-heads", type=Whole(1), default=8, show_default=True)
+@click.option("--q-tokens", type=Whole(1), default=1, show_default=True, help="Query tokens, the last ones.")
+@click.option("--head-dim", type=Whole(1), default=64, show_default=True)
 @click.option("--dtype", type=click.Choice(FLOAT_DTYPES), default="float32", show_default=True)
 @click.option("--causal", is_flag=True, help="Query tokens see no later ones.")
 @plan_option
 @backend_option
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Timed steps per row.")
-@click.option("--warmup", type=click.IntRange(1), default=2, show_default=True, help="Steps before those.")
+@click.option("--seed", type=Whole(0), default=0, show_default=True)
+@click.option("--repeats", type=Whole(1), default=5, show_default=True, help="Timed steps per row.")
+@click.option("--warmup", type=Whole(1), default=2, show_default=True, help="Steps before those.")
 @file_option("--csv", "csv_file", "Write the rows here.")
 @file_option("--plot", "plot_file", "Draw time by ranks, time by context and peak memory here.", check=_plot_file)
 @click.option("--rows", "rows_file", type=click.Path(dir_okay=False), hidden=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.cli.output import console, counts, escape, print_rows, size, write_json, writing
+from treeattn.cli.output import console, counts, escape, print_rows, print_table, size, write_json, writing
 from treeattn.launch import find_runtime
 
 if TYPE_CHECKING:
@@ -108,9 +108,10 @@ def _print_tables(to: Console, rows: Sequence[Row]) -> None:
     ):
         own = list(group)
         tree_ms = next((row.median_ms for row in own if row.algorithm == "tree"), None)
-        title = f"{ranks} ranks on {hosts} host{'s'[: hosts != 1]}, {counts(tokens)} tokens, batch {batch}"
-        to.print(_table(title, TIMES, [(row, _times(row, tree_ms)) for row in own]))
-        to.print(_table("", BYTES, [(row, _bytes(row)) for row in own if not row.refused]))
+        where = f"{ranks} rank{'s'[: ranks != 1]} on {hosts} host{'s'[: hosts != 1]}"
+        title = f"{where}, {counts(tokens)} tokens, batch {batch}"
+        print_table(to, _table(title, TIMES, [(row, _times(row, tree_ms)) for row in own]))
+        print_table(to, _table("", BYTES, [(row, _bytes(row)) for row in own if not row.refused]))
     for text in dict.fromkeys(f"{row.algorithm} on {row.ranks} ranks: {row.refused}" for row in rows if row.refused):
         to.print(escape(text))
     to.print(LEGEND)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeattn.calibration.timing import in_turns
+from treeattn.cli.output import print_table
 from treeattn.comm import TreeComm
 from treeattn.costs.choosing import candidates
 from treeattn.costs.pricing import cost
@@ -155,4 +156,4 @@ def _print(to: Console, title: str, columns: tuple[str, ...], rows: Any) -> None
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*row)
-    to.print(table)
+    print_table(to, table)

@@ -10,11 +10,14 @@ import click
 
 from treeattn.cli.options import (
     ALGORITHM_NAMES,
+    Whole,
     backend_option,
     json_option,
+    model_option,
     on_ranks,
     plan_options,
     read_algorithm,
+    read_tokens,
     shape_options,
     suggest,
 )
@@ -38,19 +41,25 @@ Examples:
 """
 
 
-def _check(*, plan: str, algorithm: str, wire_dtype: str | None, **options: Any) -> None:
+def _check(*, plan: str, model: str, algorithm: str, wire_dtype: str | None, **options: Any) -> None:
     """Refuse what can't work before any rank is started."""
+    from treeattn.costs.model import read_model
     from treeattn.planning.planner import parse_radices
 
     if wire_dtype is not None and algorithm != "tree":
         raise InputError.of("wire_dtype", expected="--algorithm tree", got=algorithm)
     Workload.of(options).check()
     parse_radices(plan)
+    read_model(model)
 
 
 @click.command(epilog=EXAMPLES)
 @click.option(
-    "--tokens", type=click.IntRange(1), default=8192, show_default=True, help="Context, on all ranks together."
+    "--tokens",
+    callback=read_tokens,
+    default="8192",
+    show_default=True,
+    help="Context, on all ranks together; k is 1024.",
 )
 @shape_options
 @click.option(
@@ -64,10 +73,11 @@ def _check(*, plan: str, algorithm: str, wire_dtype: str | None, **options: Any)
 @backend_option
 @click.option("--root", type=int, help="Only this rank gets the result.")
 @plan_options
+@model_option
 @click.option("--wire-dtype", type=click.Choice(WIRE_DTYPES), help="What o travels in.  [default: the state's own]")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up cache.")
-@click.option("--repeats", type=click.IntRange(1), default=10, show_default=True, help="Timed steps.")
-@click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Steps before those.")
+@click.option("--seed", type=Whole(0), default=0, show_default=True, help="Of the made-up cache.")
+@click.option("--repeats", type=Whole(1), default=10, show_default=True, help="Timed steps.")
+@click.option("--warmup", type=Whole(0), default=2, show_default=True, help="Steps before those.")
 @click.option("--verbose", is_flag=True, help="Show what the first step took, and what was compiled for it.")
 @click.option("--verify", is_flag=True, help="Compare with a float64 oracle, on rank 0.")
 @json_option
@@ -77,6 +87,7 @@ def decode(
     algorithm: str,
     hosts: tuple[str, ...] | None,
     plan: str,
+    model: str,
     deterministic: bool,
     wire_dtype: str | None,
     backend: str | None,
@@ -97,18 +108,22 @@ def decode(
     from treeattn.comm import TreeComm
 
     work = Workload.of(options)
-    with TreeComm(hosts=hosts, plan=plan, deterministic=deterministic, wire_dtype=wire_dtype) as comm:
+    with TreeComm(hosts=hosts, plan=plan, model=model, deterministic=deterministic, wire_dtype=wire_dtype) as comm:
         with under_way("making a cache, and decoding over it"):
             found = measure(comm, work, algorithm, root=root, backend=backend, warmup=warmup, repeats=repeats)
         results = {"algorithm": algorithm, **_results(comm, work, found)}
         rounding = comm.wire_error(comm.wire_bytes(work.state_shape, work.state_dtype), root)
     if comm.rank == 0:
-        with under_way("asking the float64 oracle"):
-            results["verdict"] = asdict(work.verdict(found.out, rounding)) if verify else None
+        results["verdict"] = _verdict(work, found, rounding) if verify else None
         print_rows(console(json_file), "treeattn decode", _rows(results, verbose))
         write_json(json_file, results)
         _complain(results)
     return 0
+
+
+def _verdict(work: Workload, found: Measurement, rounding: float) -> dict[str, Any]:
+    with under_way("asking the float64 oracle"):
+        return asdict(work.verdict(found.out, rounding))
 
 
 def _results(comm: TreeComm, work: Workload, found: Measurement) -> dict[str, Any]:

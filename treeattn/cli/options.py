@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 
 from treeattn.arguments.arrays import FLOAT_DTYPES
 from treeattn.arguments.spec import LAYOUTS
+from treeattn.costs.model import PRESETS
 from treeattn.errors import InputError
 from treeattn.launch import launched, run
 from treeattn.planning.planner import BY_MODEL
@@ -23,14 +24,18 @@ from treeattn.planning.topology import check_hosts
 
 __all__ = [
     "ALGORITHM_NAMES",
+    "Whole",
     "backend_option",
     "file_option",
     "json_option",
+    "model_option",
     "on_ranks",
+    "parse_tokens",
     "plan_option",
     "plan_options",
     "read_algorithm",
     "read_output_file",
+    "read_tokens",
     "read_window",
     "shape_options",
     "suggest",
@@ -43,6 +48,29 @@ ALGORITHM_NAMES = "tree, ring, ring_query, dist_flash, megatron_sp, ulysses, all
 
 PLAN_NAMES = *BY_MODEL, *NAMED_RADICES
 PLAN_HELP = f"{', '.join(PLAN_NAMES)}; radices INSIDE,BETWEEN; or a file of topology --save."
+
+
+class Whole(click.IntRange):
+    """A whole number of at least so many; click's own says "integer range" to people."""
+
+    name = "integer"
+
+
+def parse_tokens(text: str) -> int | None:
+    """Read a number of tokens; k is 1024 and M is 1024 k. None is no such number."""
+    factor = {"k": 1024, "m": 1024**2}.get(text.strip()[-1:].lower(), 1)
+    try:
+        number = float(text.strip()[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        return None
+    return int(number) if 1 <= number < 1e15 else None
+
+
+def read_tokens(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """Read one number of tokens."""
+    if (number := parse_tokens(value)) is None:
+        raise click.BadParameter(f"expected a number of tokens, such as 131072, 128k or 1M, got {value!r}")
+    return number
 
 
 def suggest(names: Iterable[str], files: bool = False) -> Callable[..., list[CompletionItem]]:
@@ -78,6 +106,17 @@ def plan_option(command: Command) -> Command:
     """Add --plan: which tree is used."""
     names = suggest(PLAN_NAMES, files=True)
     return click.option("--plan", default="default", show_default=True, help=PLAN_HELP, shell_complete=names)(command)
+
+
+def model_option(command: Command) -> Command:
+    """Add --model: the cost model by which a plan is chosen."""
+    return click.option(
+        "--model",
+        default="default",
+        show_default=True,
+        help=f"Cost model: {', '.join(PRESETS)}; or a file of topology --calibrate --save.",
+        shell_complete=suggest(PRESETS, files=True),
+    )(command)
 
 
 def backend_option(command: Command) -> Command:
@@ -118,7 +157,7 @@ def read_output_file(ctx: click.Context, param: click.Parameter, value: str | No
 
 def shape_options(command: Command) -> Command:
     """Add what a model's decode step looks like: heads, widths, type, layout, and which keys are seen."""
-    positive = click.IntRange(1)
+    positive = Whole(1)
     for option in (
         click.option("--softcap", type=float, help="Bound logits softly to this size."),
         click.option(
@@ -182,7 +221,7 @@ def on_ranks(
     """
 
     def decorate(command: Callable[..., int | None]) -> Callable[..., int | None]:
-        @click.option("--ranks", type=click.IntRange(min=1), help="Start mpirun with this many ranks.")
+        @click.option("--ranks", type=Whole(1), help="Start mpirun with this many ranks.")
         @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
         @functools.wraps(command)
         def with_ranks(ranks: int | None, **options: Any) -> int | None:

@@ -15,6 +15,7 @@ from treeattn.launch import launched
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 __all__ = [
     "console",
@@ -24,6 +25,7 @@ __all__ = [
     "named_output",
     "open_streams",
     "print_rows",
+    "print_table",
     "size",
     "under_way",
     "write_json",
@@ -57,11 +59,19 @@ def print_rows(to: Console, title: str, rows: Iterable[tuple[str, str]]) -> None
     from rich.table import Table
 
     table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column()
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(overflow="fold")  # a path that was cut short is of no use
     for name, value in rows:
         table.add_row(name, value)
     to.print(table)
+
+
+def print_table(to: Console, table: Table) -> None:
+    """Print a table of numbers whole: a narrower terminal breaks its lines, where rich would cut the numbers."""
+    width = to.width
+    to.width = max(width, to.measure(table, options=to.options.update(width=sys.maxsize)).maximum)
+    to.print(table)
+    to.width = width
 
 
 def escape(text: str) -> str:

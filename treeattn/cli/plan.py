@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.cli.options import json_option, suggest
-from treeattn.cli.output import console, counts, escape, print_rows, size, write_json
+from treeattn.cli.options import Whole, json_option, read_tokens, suggest
+from treeattn.cli.output import console, counts, escape, print_rows, print_table, size, write_json
 from treeattn.costs.catalog import DEVICES, LINKS, MODELS, Device, Link, Model, look_up
 from treeattn.costs.forecast import LAUNCH_US, Cluster, Demand, Terms, forecast, smallest_fit, usable_bytes
 from treeattn.costs.published import GUIDE_MS, GUIDE_RANKS, GUIDE_TOKENS
@@ -65,18 +65,6 @@ class Order:
         return self.price * ranks * terms.total / 3.6e6 * 1e6 / self.demand.batch
 
 
-def read_tokens(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """Read a number of tokens; k is 1024 and M is 1024 k."""
-    factor = {"k": 1024, "m": 1024**2}.get(value[-1:].lower(), 1)
-    try:
-        tokens = float(value[:-1] if factor > 1 else value) * factor
-    except ValueError:
-        tokens = 0.0
-    if not 1 <= tokens < 1e15:
-        raise click.BadParameter(f"expected a number of tokens, such as 131072, 128k or 1M, got {value!r}")
-    return int(tokens)
-
-
 def read_shape(ctx: click.Context, param: click.Parameter, value: str | None) -> Model | None:
     """Read LAYERS,Q_HEADS,KV_HEADS,WIDTH,PARAMETERS, the last in 1e9."""
     if value is None:
@@ -107,11 +95,11 @@ def _named_option(flag: str, default: str, names: Iterable[str], text: str) -> C
     help="Instead of a model: layers, query heads, KV heads, width of a head, billions of parameters.",
 )
 @click.option("--context", "tokens", callback=read_tokens, default="1M", show_default=True, help="Tokens; k is 1024.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows that are decoded together.")
+@click.option("--batch", type=Whole(1), default=1, show_default=True, help="Rows that are decoded together.")
 @click.option("--dtype", type=click.Choice(list(STORED)), default="bfloat16", show_default=True, help="Of the cache.")
 @_named_option("--gpu", "h100", DEVICES, "One of {}.")
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--nodes", type=Whole(1), default=1, show_default=True)
+@click.option("--gpus-per-node", type=Whole(1), default=8, show_default=True)
 @_named_option("--link", "ib-ndr", LINKS, "Between nodes, one of {}.")
 @click.option("--price", type=click.FloatRange(0), help="Of a GPU and hour; shows the cost of a million tokens.")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
@@ -226,7 +214,7 @@ def _print_times(to: Console, rows: list[dict[str, Any]], order: Order) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row, bool(costs)), end_section=row["algorithm"] == SHOWN[-1])
-    to.print(table)
+    print_table(to, table)
     for text in dict.fromkeys(f"{row['algorithm']}: {row['reason']}" for row in rows if row["reason"]):
         to.print(text)
     if any(not row["fits"] for row in rows):
@@ -259,4 +247,4 @@ def _print_guide(to: Console, guide: dict[str, Any]) -> None:
     for name, claimed in guide["claimed_ms"].items():
         table.add_row(f"{name}, claimed", *map(_number, claimed))
         table.add_row(f"{name}, forecast", *map(_number, guide["forecast_ms"][name]))
-    to.print(table)
+    print_table(to, table)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from treeattn.cli.options import file_option, json_option, on_ranks, plan_options, suggest
+from treeattn.cli.options import Whole, file_option, json_option, model_option, on_ranks, plan_options
 from treeattn.cli.output import console, counts, drawable, print_rows, write_json, writing
-from treeattn.costs.model import PRESETS, CostModel, read_model
+from treeattn.costs.model import CostModel, read_model
 from treeattn.costs.pricing import cost
 from treeattn.errors import InputError
 from treeattn.launch import launched
@@ -49,19 +49,13 @@ def _check(*, plan: str, model: str, **options: Any) -> None:
 @click.command(epilog=EXAMPLES)
 @click.option(
     "--payload",
-    type=click.IntRange(1),
+    type=Whole(1),
     default=32 * (128 + 2) * 4,
     show_default=True,
     help="Bytes of a state: query heads x (width of v + 2) x 4.",
 )
-@click.option("--root", type=click.IntRange(0), help="Draw the tree that gives only this rank the result.")
-@click.option(
-    "--model",
-    default="default",
-    show_default=True,
-    help=f"Cost model: {', '.join(PRESETS)}; or a file of --calibrate --save.",
-    shell_complete=suggest(PRESETS, files=True),
-)
+@click.option("--root", type=Whole(0), help="Draw the tree that gives only this rank the result.")
+@model_option
 @click.option("--calibrate", is_flag=True, help="Measure a cost model on these ranks, and plans beside its forecasts.")
 @file_option("--save", "save", "Write the plan, or what --calibrate has measured, for --plan and --model.")
 @plan_options

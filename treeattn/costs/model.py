@@ -10,7 +10,7 @@ from typing import Any
 
 from treeattn.costs.catalog import LINKS, Link, check_amount, look_up
 from treeattn.errors import InputError
-from treeattn.planning.saved import loaded, text_of
+from treeattn.planning.saved import loaded, no_file, text_of
 
 __all__ = ["DEFAULT_MODEL", "PRESETS", "Cost", "CostModel", "read_model"]
 
@@ -155,9 +155,10 @@ def read_model(model: Any) -> CostModel:
     text = text_of("model", model)
     if text is not None:
         return CostModel.from_json(text)
-    if isinstance(model, str):
+    hint, expected = no_file(model), f"one of {', '.join(PRESETS)}, a CostModel or a file"
+    if isinstance(model, str) and not hint:
         return look_up("model", model, PRESETS)  # which knows the nearest names
-    raise InputError.of("model", expected="a preset's name, a CostModel or a file", got=repr(model))
+    raise InputError.of("model", expected=expected, got=repr(model), hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

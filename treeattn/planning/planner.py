@@ -59,9 +59,12 @@ def read_plan(plan: Any) -> Plan | Radices | None:
         return plan
     found = read_radices(plan) or _in_file(plan)
     if found is None:
+        from treeattn.planning.saved import no_file
+
         known = ", ".join(map(repr, (*BY_MODEL, *NAMED_RADICES)))
         shapes = "a pair of radices (inside, between), a triple (inside, rack, between)"
-        raise InputError.of("plan", expected=f"{known}, {shapes}, a Plan or a file with one", got=repr(plan))
+        expected = f"{known}, {shapes}, a Plan or a file with one"
+        raise InputError.of("plan", expected=expected, got=repr(plan), hint=no_file(plan))
     return found
 
 

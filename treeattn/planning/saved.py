@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -10,7 +11,7 @@ from typing import Any, get_args
 from treeattn.errors import InputError
 from treeattn.planning.plan import Action, Level, Plan, Round
 
-__all__ = ["check_plan", "loaded", "text_of"]
+__all__ = ["check_plan", "loaded", "no_file", "text_of"]
 
 KINDS: Mapping[str, tuple[set[str], str]] = {
     "plan": ({"operation", "hosts", "rounds"}, "a plan"),
@@ -37,6 +38,12 @@ def text_of(argument: str, path: Any) -> str | None:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError.of(argument, expected="a readable text file", got=f"{path} ({error})") from None
+
+
+def no_file(path: Any) -> str:
+    """Say that there is no such file, where ``path`` looks like the name of one."""
+    looks = isinstance(path, Path) or (isinstance(path, str) and (os.sep in path or Path(path).suffix))
+    return "there is no such file" if looks else ""
 
 
 def loaded(argument: str, text: str, expected: str) -> Any:

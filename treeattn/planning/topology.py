@@ -103,12 +103,13 @@ def check_hosts(hosts: Any, size: int, argument: str = "hosts") -> tuple[str, ..
         given = None if isinstance(hosts, (str, bytes, Set, Mapping)) else tuple(hosts)
     except TypeError:  # an array without axes can't be gone through, though it looks so
         given = None
+    expected = f"{size} label{'s'[: size != 1]}, one per rank"
     if given is None or not all(isinstance(label, str) or is_whole(label) for label in given):
-        raise InputError.of(argument, expected=f"{size} labels, one per rank", got=repr(hosts))
+        raise InputError.of(argument, expected=expected, got=repr(hosts))
     labels = tuple(map(str, given))
     if len(labels) != size:
-        listed = ", ".join(labels)
-        raise InputError.of(argument, expected=f"{size} labels, one per rank", got=f"{len(labels)} ({listed})")
+        hint = f"mpirun -n {len(labels)}, or --ranks {len(labels)}, starts as many" if 1 == size < len(labels) else ""
+        raise InputError.of(argument, expected=expected, got=f"{len(labels)} ({', '.join(labels)})", hint=hint)
     if not all(labels):
         raise InputError.of(argument, expected="no empty label", got=repr(labels))
     return labels
