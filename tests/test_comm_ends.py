@@ -34,8 +34,9 @@ def test_a_freed_communicator_says_so():
     comm.free()
     with pytest.raises(CommError, match="this communicator was freed"):
         comm.allreduce(states_of(1)[0])
+    assert repr(comm).endswith(", freed)")
     with TreeComm() as comm:
-        pass
+        assert repr(comm) == "TreeComm(rank 0 of 1 on 1 host, plan='default')"
     assert not comm.usable
 
 
@@ -57,6 +58,7 @@ def test_a_broken_communicator_is_not_wrapped_anew():
         comm = as_tree_comm(transport)
         with pytest.raises(CommError):
             team_of(comm).channel.call(lambda: 1 / 0)
+        assert repr(comm).endswith(", broken)")
         assert as_tree_comm(transport) is comm
         with pytest.raises(CommError, match="broken"):
             comm.free() or comm.bcast(1)

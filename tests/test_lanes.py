@@ -206,6 +206,14 @@ def test_ranks_that_ended_in_different_orders_begin_alike_again():
     run_ranks(2, body)
 
 
+def test_an_all_reduce_says_whether_it_was_ended():
+    with TreeComm() as comm:
+        begun = comm.allreduce_begin(state_of(0, 0))
+        assert repr(begun) == "<all-reduce that is in flight>"
+        begun.end()
+        assert repr(begun) == "<all-reduce that was ended>"
+
+
 def test_a_communicator_freed_with_all_reduces_in_flight_leaves_nothing():
     def body(transport):
         for _ in range(5):

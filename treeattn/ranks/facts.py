@@ -144,4 +144,5 @@ class Facts:
         hosts = len(set(self.hosts))
         kind = f"rank {self.rank} of {self.size} on {hosts} host{'s' * (hosts != 1)}"
         plan = self._team.channel.collective or str(self._team.policy)
-        return f"TreeComm({kind}, plan={plan!r})"
+        end = "" if self.usable else ", freed" if self._team.channel.freed else ", broken"
+        return f"TreeComm({kind}, plan={plan!r}{end})"

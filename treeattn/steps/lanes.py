@@ -32,6 +32,9 @@ class Reduction:
     def __init__(self, finish: Callable[[], PartialState | None]) -> None:
         self._finish: Callable[[], PartialState | None] | None = finish
 
+    def __repr__(self) -> str:
+        return f"<all-reduce that {'was ended' if self._finish is None else 'is in flight'}>"
+
     def end(self) -> PartialState:
         """Wait for the merged state; collective, and once only.
 
