@@ -91,11 +91,13 @@ def test_as_many_messages_as_the_plan_says_and_no_more():
     run_ranks(4, body, hosts=list("aabc"))
 
 
-def test_what_is_begun_may_be_overwritten_and_the_end_may_be_given_room():
+@pytest.mark.parametrize("before", [3, 5])  # heads of what was begun before: others make ranks agree anew, in the end
+def test_what_is_begun_may_be_overwritten_and_the_end_may_be_given_room(before):
     def body(transport):
         with TreeComm(transport) as comm:
             state, out = state_of(comm.rank, 1), state_of(comm.rank, 2)
             wanted = right(comm, 1, 3)
+            comm.allreduce_begin(state_of(comm.rank, 0, before)).end()
             handle = comm.allreduce_begin(state, out=out)
             state._packed[...] = np.nan
             assert handle.end() is out

@@ -83,7 +83,7 @@ class Lanes:
             raise CommError(f"{IN_FLIGHT} all-reduces of this communicator are in flight: end one before the next")
         lane = self.take()
         try:
-            lane.begin(attempt)
+            lane.begin(attempt, lent=True)
             self._channel.call(self.advance)
         except BaseException:
             self.leave(lane)

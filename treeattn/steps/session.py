@@ -21,7 +21,7 @@ from treeattn.execution.direct_exchange import DirectExchange
 from treeattn.execution.executor import Exchange
 from treeattn.execution.window import Window, open_window, room_to_make
 from treeattn.planning.plan import Plan
-from treeattn.state import PartialState
+from treeattn.state import PartialState, merge
 from treeattn.steps.channel import Channel
 from treeattn.steps.relay import relay_of
 from treeattn.steps.shortcut import Shortcut
@@ -75,17 +75,20 @@ class Session:
         self._prepare_shortcut()
         return merged
 
-    def begin(self, attempt: Attempt) -> None:
-        """Start to run the agreed plan, with this rank's payload or with what keeps it from sending one."""
+    def begin(self, attempt: Attempt, *, lent: bool = False) -> None:
+        """Start to run the agreed plan, with this rank's payload or with what keeps it from sending one.
+
+        A state that is ``lent`` may be overwritten once this returns.
+        """
         self.shortcut = None
         if self.agreed is None:
             self._describe(attempt)
             self.agreed = attempt.signature
         self._exchange = self._exchange_of(self.agreed, attempt.state)
-        self._channel.call(self._start, self._exchange, attempt)
+        self._channel.call(self._start, self._exchange, attempt, lent)
 
-    def _start(self, exchange: Exchange, attempt: Attempt) -> None:
-        self._attempt, header = self._load(exchange, attempt)
+    def _start(self, exchange: Exchange, attempt: Attempt, lent: bool) -> None:
+        self._attempt, header = self._load(exchange, attempt, lent)
         exchange.begin(header)
 
     def advance(self) -> None:
@@ -181,12 +184,15 @@ class Session:
         self._made_for = ()
         self._exchanges.clear()
 
-    def _load(self, exchange: Exchange, attempt: Attempt) -> tuple[Attempt, Header]:
+    def _load(self, exchange: Exchange, attempt: Attempt, lent: bool) -> tuple[Attempt, Header]:
         """Take this rank's payload, if it has one that fits; give what there is to tell the others."""
         status, state = self._status(attempt), attempt.state
-        if status == 0 and state is not None:
+        if status != ERROR and state is not None:
             try:
-                exchange.load(state)
+                if status == 0:
+                    exchange.load(state)
+                elif lent:  # it is sent in the end, once all have agreed on that
+                    attempt = replace(attempt, state=merge([state]))
             except Exception as error:  # a device may fail here, while the others can still be told
                 attempt, status = Attempt(None, None, error), ERROR
         digest = 0 if attempt.signature is None else attempt.signature.digest
