@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import treeattn
 from treeattn.errors import CommError, InputError, MissingDependencyError
 from treeattn.execution.agreement import DIFFER, Attempt, Description, Header, Signature, conclude
+from treeattn.execution.executor import Exchange
 from treeattn.planning.plan import HEADER_BYTES
 from treeattn.testing import FakeBackend, run_ranks
 from treeattn.wrapping import team_of
@@ -361,6 +362,43 @@ def test_a_device_that_fails_to_give_its_state_is_told_to_all():
         ["CommError", "rank 1 on host localhost failed with RuntimeError: device lost"],
         ["RuntimeError", "device lost"],
     ]
+
+
+def decoded(comm, heads, groups):
+    q, k = (np.full((1, heads, tokens, 4), comm.rank * tokens % 5, np.float32) for tokens in (1, 3))
+    return treeattn.decode(q * 0, k, k, comm=comm, pipeline=groups)
+
+
+@pytest.mark.parametrize(("groups", "fails_at"), [(1, 0), (3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_a_rank_without_room_for_a_new_shape_is_told_to_all(monkeypatch, groups, fails_at, before):
+    """Whichever exchange of a call has none; all go on then, and the shape is merged once there is room."""
+    make, left = Exchange.__init__, {}
+
+    def making(self, plan, transport, *others, **named):
+        left[transport.rank] = left.get(transport.rank, 99) - 1
+        if transport.rank == 1 and left[1] < 0:
+            raise MemoryError("no room for buffers")
+        make(self, plan, transport, *others, **named)
+
+    monkeypatch.setattr(Exchange, "__init__", making)
+
+    def body(transport):
+        with treeattn.TreeComm(transport) as comm:
+            rest = [decoded(comm, 6, before).tobytes()] if before else []
+            left[comm.rank] = fails_at
+            trouble = program.outcome(lambda: decoded(comm, 3, groups))
+            left[comm.rank] = 99
+            rest += [decoded(comm, heads, each).tobytes() for each in (3, 1) for heads in (6, 3)]
+            return trouble, rest
+
+    told, rest = zip(*run_ranks(3, body, hosts=list("aab")), strict=True)
+    assert told[1] == ["MemoryError", "no room for buffers"]
+    assert {tuple(each) for each in (told[0], told[2])} == {
+        ("CommError", "rank 1 on host a failed with MemoryError: no room for buffers")
+    }
+    assert rest[0] == rest[1] == rest[2]
+    assert rest[0][-4:-2] == rest[0][-2:]
 
 
 def test_agreement_adds_no_message_to_the_hot_path():

@@ -299,6 +299,7 @@ def test_nothing_of_a_job_in_these_tests_is_left(mpirun):
 @pytest.mark.parametrize(("who", "rank", "words"), [
     ("one", 1, "root: expected a rank from 0 to 2, got -1"),
     ("differ", 0, "root: expected the same on every rank, got 0 on ranks 0, 2 and 1 on rank 1"),
+    ("numba", 1, "NUMBA_DISABLE_JIT: expected 0 or nothing, since kernels are machine code, got '1'"),
 ])  # fmt: skip
 def test_what_all_ranks_raise_is_one_traceback_of_the_rank_that_was_wrong(mpirun, who, rank, words):
     job = mpirun("one_wrong", 3, who, check=False)

@@ -263,6 +263,8 @@ EXCEPTIONS = {
     "treeattn.execution.window": {"treeattn.kernels.window"},
     "treeattn.steps.relay": {"treeattn.kernels.relay"},
     "treeattn.wire_form": {"treeattn.kernels.wire_rows"},
+    # Ranks that can't compile it are told so together.
+    "treeattn.ranks.settings": {"treeattn.kernels.numba_settings"},
 }
 
 

@@ -75,6 +75,8 @@ class Settings:
             raise InputError.of("model", expected='None with plan="auto", which measures one', got=repr(model))
         wire_dtype = None if wire_dtype is None else known_dtype("wire_dtype", wire_dtype, WIRE_DTYPES, also="None")
         _check_travel(wire_dtype, collective, deterministic)
+        if size > 1:
+            _check_merging()
         return cls(
             hosts=_hosts(hosts, size),
             plan=whole,
@@ -111,6 +113,13 @@ def _check_travel(wire_dtype: Any, collective: str, deterministic: bool) -> None
         raise InputError.of("wire_dtype", expected=f"None with plan={collective!r}", got=repr(wire_dtype))
     if collective == "mpi" and deterministic:
         raise InputError.of("deterministic", expected="False with plan='mpi', where MPI orders merges", got="True")
+
+
+def _check_merging() -> None:
+    """Refuse what ranks could not merge with: else one alone would fail, in the middle of their first call."""
+    from treeattn.kernels.numba_settings import check_settings
+
+    check_settings(os.environ)
 
 
 def _hosts(hosts: Any, size: int) -> tuple[str, ...] | None:

@@ -70,6 +70,9 @@ class Groups:
         try:
             with self._lanes.flying(self._main):
                 return self._run(groups, attempt)
+        except Exception:
+            self._give_up()
+            raise
         finally:
             self._leave()
 
@@ -96,19 +99,26 @@ class Groups:
         return merged
 
     def _enter(self, attempt: Attempt) -> None:
-        self._entered.append(self._lanes.take())
-        self._entered[-1].begin(attempt)
+        lane = self._lanes.take()
+        try:
+            lane.begin(attempt)
+        except BaseException:
+            self._lanes.leave(lane)
+            raise
+        self._entered.append(lane)
         self._channel.call(self._lanes.advance)
 
     def _ended(self, outs: list[PartialState | None]) -> list[PartialState | None]:
         """End all in lanes, whatever becomes of each, and raise the first error."""
         ended: list[PartialState | None] = []
         errors: list[Exception] = []
-        for lane, out in zip(self._entered, outs, strict=True):
+        for out in outs:
+            lane = self._entered[0]
             try:
                 ended.append(lane.end(out, partial(self._lanes.advance, lane)))
             except Exception as error:
                 errors.append(error)
+            self._lanes.leave(self._entered.pop(0))
         if errors:
             raise errors[0]
         return ended
@@ -119,6 +129,10 @@ class Groups:
             return
         while len(self._entered) < lanes:
             self._enter(Attempt(None, None, CommError("another exchange of this call has failed")))
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """End what was begun in lanes, whatever comes of it."""
         for lane in self._entered:
             try:
                 lane.end(None)

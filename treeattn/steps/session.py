@@ -222,21 +222,38 @@ class Session:
                 self._channel.retire(self._exchanges.pop(next(iter(self._exchanges))).transport)
             root, shape, dtype = agreed.wire
             form = WireForm(shape, dtype, self._channel.wire_dtype)
-            plan, channel = self._plan(form.nbytes, root), self._channel
-            common = plan, channel.branch(), self.window, form, channel.tally
-            if channel.cards is not None:
-                found = channel.cards.exchange(self, *common)
-            elif channel.collective == "mpi":
-                found = CollectiveExchange(*common)
+            common = self._plan(form.nbytes, root), self._channel.branch(), self.window, form, self._channel.tally
+            if self._channel.cards is not None:
+                found = self._channel.cards.exchange(self, *common)
             else:
-                device = state is not None and not isinstance(state._packed, np.ndarray)
-                direct = self._direct(plan, state.ops) if state is not None and device else None
-                if direct is not None:
-                    found = DirectExchange(plan, common[1], form, channel.tally, direct)
-                else:
-                    found = Exchange(*common, None, device)
+                found = self._made_by_all(common, state)
             self._exchanges[agreed.wire] = found
         return found
+
+    def _made_by_all(self, common: tuple[Any, ...], state: PartialState | None) -> Exchange:
+        """Make an exchange; where a rank can't, for which the others would wait, none has it; collective."""
+        found, problem = None, None
+        try:
+            found = self._exchange_on(common, state)
+        except Exception as error:  # whatever it is, such as no memory for the buffers
+            problem = error
+        if any(self._channel.gather(b"" if problem is None else b"failed")):
+            self._channel.retire(common[1])
+            self.agreed = None
+            self._negotiate(lambda: Description("") if problem is None else Description.of_error(problem), problem)
+        assert found is not None, "else there was a problem"
+        return found
+
+    def _exchange_on(self, common: tuple[Any, ...], state: PartialState | None) -> Exchange:
+        """Make an exchange of a plan, a branch, and what else `treeattn.execution.executor.Exchange` takes."""
+        if self._channel.collective == "mpi":
+            return CollectiveExchange(*common)
+        plan, branch, window, form, tally = common
+        device = state is not None and not isinstance(state._packed, np.ndarray)
+        direct = self._direct(plan, state.ops) if state is not None and device else None
+        if direct is not None:
+            return DirectExchange(plan, branch, form, tally, direct)
+        return Exchange(plan, branch, window, form, tally, pinnable=device)
 
     def _plan(self, nbytes: int, root: int | None) -> Plan:
         """Give the plan for states of so many bytes, once there is the room that it wants; collective."""
