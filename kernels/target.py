@@ -50,4 +50,8 @@ def _features() -> str:
 @cache
 def _told(features: str) -> dict[str, bool]:
     """Read a list of features, of which the last word on each counts."""
-    return {each[1:]: each[0] == "+" for each in features.split(",") if each}
+    told: dict[str, bool] = {}
+    for sign, name in ((each[0], each[1:]) for each in features.split(",") if each):
+        taken = GENERATIONS[GENERATIONS.index(name) :] if sign == "-" and name in GENERATIONS else ()
+        told |= {name: sign == "+", **dict.fromkeys(taken, False)}
+    return told
