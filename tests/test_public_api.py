@@ -373,3 +373,11 @@ def test_the_table_lists_every_option():
     listed = [name for names, _ in rows_of_options() for name in names]
     parameters = [p.name for p in inspect.signature(treeattn.attention).parameters.values() if p.kind == p.KEYWORD_ONLY]
     assert sorted(listed) == sorted(parameters)
+
+
+@pytest.mark.skipif(not OPTIONS_PAGE.exists(), reason="runs from a checkout: docs/ is not installed")
+def test_the_page_names_those_of_a_cache():
+    sentence = OPTIONS_PAGE.read_text().partition("`ShardedKVCache.decode` takes")[2].partition(":")[0]
+    parameters = [*inspect.signature(treeattn.ShardedKVCache.decode).parameters]
+    known = {name for names, _ in rows_of_options() for name in names}
+    assert sorted(re.findall(r"`(\w+)`", sentence)) == sorted(known & set(parameters))

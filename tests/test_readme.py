@@ -52,7 +52,11 @@ def test_the_demo_asks_any_question_to_the_letter(inherited):
     assert [words[words.index(option) + 1] for option in ("--ranks", "--question")] == list(asked.values())
 
 
-@pytest.mark.parametrize("command", re.findall(r"^\$ (?:mpirun -n 8 )?treeattn ([^#\n]+)", README, flags=re.MULTILINE))
+COMMANDS = re.findall(r"^\$ (?:mpirun -n 2 )?treeattn ([^#\n]+)", README, flags=re.MULTILINE)
+COMMANDS += re.findall(r"`treeattn (\w+ --[^`]+)`", README)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_that_it_shows_is_one(command):
     word, *arguments = command.split()
     job = subprocess.run(
