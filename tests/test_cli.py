@@ -446,12 +446,23 @@ cli.main(["topology"])
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["topology", "--help"], ["plan", "--json", "-"]])
+@pytest.mark.parametrize(
+    ("arguments", "completes"),
+    [
+        (["--help"], ""),
+        (["--version"], ""),
+        (["topology", "--help"], ""),
+        (["plan", "--json", "-"], ""),
+        ([], "bash_source"),
+        ([], "bash_complete"),
+    ],
+)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_standard_output_is_named_whoever_writes_to_it(arguments, unbuffered):
+def test_a_full_standard_output_is_named_whoever_writes_to_it(arguments, completes, unbuffered):
+    asked = {"_TREEATTN_COMPLETE": completes, "COMP_WORDS": "treeattn d", "COMP_CWORD": "1"}
     with open("/dev/full", "w") as full:
         command, buffers = [sys.executable, "-m", "treeattn", *arguments], {"PYTHONUNBUFFERED": unbuffered}
-        pipes = {"stdout": full, "stderr": subprocess.PIPE, "env": {**os.environ, **buffers}}
+        pipes = {"stdout": full, "stderr": subprocess.PIPE, "env": {**os.environ, **buffers, **asked}}
         ended = subprocess.run(command, text=True, check=False, **pipes)
     assert ended.returncode == 1
     assert ended.stderr == "treeattn: standard output: No space left on device\n"

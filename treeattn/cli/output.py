@@ -116,13 +116,18 @@ class _Output:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> None:
+    def write(self, text: str | bytes) -> None:
         with writing("standard output"):
             self._stream.write(text)
 
     def flush(self) -> None:
         with writing("standard output"):
             self._stream.flush()
+
+    @property
+    def buffer(self) -> _Output:
+        """Where bytes are written, such as what a shell asks to complete commands."""
+        return _Output(self._stream.buffer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
