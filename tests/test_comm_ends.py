@@ -187,6 +187,20 @@ def test_a_silent_rank_is_named_and_the_communicator_is_broken():
     assert found == [True, True, None]
 
 
+def test_a_rank_that_is_silent_from_the_first_step_on_was_last_heard_in_none():
+    def silent():
+        raise Silence
+
+    def body(transport):
+        channel = team_of(TreeComm(transport)).channel
+        channel.transport.call_roll = lambda mark, wait: {transport.rank: mark}
+        with pytest.raises(RankTimeout, match=r"in step 0, .*; last heard when the communicator was made$") as caught:
+            channel.call(silent)
+        return caught.value.ranks, caught.value.step
+
+    assert run_ranks(2, body) == [((1,), None), ((0,), None)]
+
+
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError("link down"), Silence()], ids=repr)
 def test_what_is_cut_short_in_the_middle_is_broken(failure):
     class Failing(ThreadTransport):

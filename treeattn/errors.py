@@ -55,7 +55,7 @@ class RankTimeout(CommError, TimeoutError):  # noqa: N818 - a public name, and a
     hosts : tuple of str
         Their hosts.
     step : int or None
-        The last step in which they were heard.
+        The last step in which they were heard; None if that was in none.
     """
 
     def __init__(

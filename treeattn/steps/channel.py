@@ -135,8 +135,9 @@ class Channel:
                 "not begin and end their all-reduces in the same order"
             )
         late = ", ".join(f"rank {rank} on host {self.hosts[rank]}" for rank in missing)
-        text = f"nothing came from {late} for {timeout:g} s {where}; last heard in step {last}"
-        return RankTimeout(text, missing, tuple(self.hosts[rank] for rank in missing), last)
+        heard = "when the communicator was made" if last < 0 else f"in step {last}"
+        text = f"nothing came from {late} for {timeout:g} s {where}; last heard {heard}"
+        return RankTimeout(text, missing, tuple(self.hosts[rank] for rank in missing), None if last < 0 else last)
 
     def gather(self, data: bytes) -> list[bytes]:
         """Give every rank's data, of whatever lengths: in one exchange if all are short, else in two."""
