@@ -14,6 +14,7 @@ import treeattn
 from treeattn.backends.host import HostOps
 from treeattn.errors import InputError
 from treeattn.state import PartialState
+from treeattn.testing import run_ranks
 
 OPS = HostOps("cpu")
 DTYPES = [np.float32, np.float64]
@@ -121,6 +122,52 @@ def test_the_output_may_be_one_of_the_sources(seeds, into, dtype):
     out = states[into % len(states)]
     assert treeattn.merge(states, out=out) is out
     assert out.packed.tobytes() == expected.packed.tobytes()
+
+
+PACKED = np.ones((1, 3, 2, 6), np.float32)
+ODD = {
+    "Fortran order": np.asfortranarray(PACKED),
+    "every second number": np.ones((1, 3, 2, 12), np.float32)[..., ::2],
+    "heads backwards": PACKED[:, ::-1],
+    "the other byte order": PACKED.astype(PACKED.dtype.newbyteorder()),
+    "not aligned": np.frombuffer(b"1" + PACKED.tobytes(), np.float32, offset=1).reshape(PACKED.shape),
+    "16 bit": PACKED.astype(np.float16),
+    "whole numbers": PACKED.astype(np.int32),
+    "three axes": PACKED[0],
+    "no l and m": PACKED[..., :1],
+    "a list": PACKED.tolist(),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_buffer_that_compiled_code_would_read_wrongly_is_no_state(name):
+    with pytest.raises(InputError, match=r"^packed: expected a .*array.*, got "):
+        PartialState(ODD[name], HostOps("cpu"))
+
+
+@pytest.mark.parametrize("into", ["merge", "partial_attention", "allreduce"])
+def test_a_read_only_array_is_never_overwritten(into):
+    """It can be a state, but no ``out``."""
+    q = np.ones((1, 3, 2, 4), np.float32)
+    packed = PACKED.copy()
+    packed.flags.writeable = False
+    state = PartialState(packed, treeattn.PartialState.identity((1, 1, 1, 1)).ops)
+
+    def allreduce(transport):
+        with treeattn.TreeComm(transport) as comm:
+            for _ in range(3):  # the first steps go the long way
+                assert comm.allreduce(state, out=None).shape == (1, 3, 2, 4)
+            with pytest.raises(InputError, match=r"^out: expected a state that can be overwritten, got one of a read-"):
+                comm.allreduce(state, out=state)
+
+    def alone():
+        with pytest.raises(InputError, match=r"^out: expected a state that can be overwritten, got one of a read-only"):
+            treeattn.merge([state, state], out=state) if into == "merge" else treeattn.partial_attention(
+                q, q, q, out=state
+            )
+
+    run_ranks(2, allreduce) if into == "allreduce" else alone()
+    assert np.array_equal(packed, PACKED)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

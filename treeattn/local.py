@@ -17,7 +17,7 @@ from treeattn.arguments.state_arguments import sink_logits
 from treeattn.backends.base import Attend, Backend, Prepared
 from treeattn.backends.registry import DEFAULT, find, following, load
 from treeattn.errors import InputError
-from treeattn.state import PartialState, buffer_for
+from treeattn.state import PartialState, buffer_for, made_of
 
 __all__ = ["attention", "compute_state", "deliver", "energy", "partial_attention", "run_backend"]
 
@@ -306,7 +306,7 @@ def run_backend(spec: Spec, args: Args, backend: Any, out: PartialState | None =
     found = backend_of(spec, backend)
     packed = buffer_for(out, spec.packed_shape, spec.state_dtype, found.ops)
     _prepared(found, spec)(args, packed)
-    return PartialState(packed, found.ops, spec.kind) if out is None else out
+    return made_of(packed, found.ops, spec.kind) if out is None else out
 
 
 @lru_cache(maxsize=256)

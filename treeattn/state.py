@@ -21,7 +21,7 @@ from treeattn.arguments.state_arguments import log_of_base, sink_logits, state_d
 from treeattn.errors import InputError
 from treeattn.state_ops import StateOps
 
-__all__ = ["PartialState", "buffer_for", "merge"]
+__all__ = ["PartialState", "buffer_for", "check_writable", "made_of", "merge"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -37,6 +37,11 @@ class PartialState:
         The backend's operations on it.
     kind : str, optional
         Whose arrays `finish` and `to_lse` give, "torch" or "jax" for instance; by default those of the backend.
+
+    Raises
+    ------
+    InputError
+        ``packed`` is an array of another form: compiled code reads a state by its address alone.
 
     Notes
     -----
@@ -58,6 +63,7 @@ class PartialState:
     __slots__ = ("_packed", "kind", "ops")
 
     def __init__(self, packed: Array, ops: StateOps, kind: Kind = "numpy") -> None:
+        _check_packed(packed)
         self._packed = packed
         self.ops = ops
         self.kind = kind
@@ -143,7 +149,7 @@ class PartialState:
 
     def _like(self, packed: Array) -> PartialState:
         """Make a state of ``packed``, of this one's backend and kind."""
-        return PartialState(packed, self.ops, self.kind)
+        return made_of(packed, self.ops, self.kind)
 
     def merge(self, other: PartialState) -> PartialState:
         """Merge with the state of other keys; see `treeattn.merge`.
@@ -267,6 +273,13 @@ class PartialState:
         return cls(packed, ops, kind)
 
 
+def made_of(packed: Array, ops: StateOps, kind: Kind) -> PartialState:
+    """Make a state of a buffer that is known to be one, in every step, without looking at it."""
+    made = object.__new__(PartialState)
+    made._packed, made.ops, made.kind = packed, ops, kind
+    return made
+
+
 def merge(states: Iterable[PartialState], *, out: PartialState | None = None) -> PartialState:
     """Merge any number of states of disjoint keys, in the order given.
 
@@ -296,7 +309,7 @@ def merge(states: Iterable[PartialState], *, out: PartialState | None = None) ->
     first.ops.merge(packed, [state._packed for state in states])
     if out is not None:
         return out
-    return PartialState(packed, first.ops, next((each.kind for each in states if each.kind != "numpy"), "numpy"))
+    return made_of(packed, first.ops, next((each.kind for each in states if each.kind != "numpy"), "numpy"))
 
 
 def _listed(states: Any) -> list[PartialState]:
@@ -337,7 +350,27 @@ def buffer_for(out: PartialState | None, packed_shape: tuple[int, ...], dtype: s
     if out._packed.shape != packed_shape or out.dtype != dtype or out.ops.name != ops.name:
         shape = (*packed_shape[:3], packed_shape[3] - 2)
         raise InputError.of("out", expected=f"a {dtype} state of shape {shape} on {ops.name!r}", got=repr(out))
+    check_writable(out)
     return out._packed
+
+
+def check_writable(out: PartialState) -> None:
+    """Refuse to overwrite a state of a read-only array, which compiled code would not see."""
+    if isinstance(out._packed, np.ndarray) and not out._packed.flags.writeable:
+        raise InputError.of("out", expected="a state that can be overwritten", got="one of a read-only array")
+
+
+def _check_packed(packed: Any) -> None:
+    """Refuse arrays that compiled code would read wrongly; those of devices are their backend's to judge."""
+    expected = "a float32 or float64 array (B, Hq, Tq, Dv + 2)"
+    if not isinstance(packed, np.ndarray):
+        if not hasattr(packed, "shape"):
+            raise InputError.of("packed", expected=expected, got=type(packed).__name__)
+        return
+    if packed.dtype not in (np.float32, np.float64) or packed.ndim != 4 or packed.shape[3] < 2:
+        raise InputError.of("packed", expected=expected, got=f"{packed.dtype} of shape {packed.shape}")
+    if not (packed.flags.c_contiguous and packed.flags.aligned):
+        raise InputError.of("packed", expected="a C-contiguous array", got=f"one of strides {packed.strides}")
 
 
 def _read_only(array: Array) -> Array:

@@ -9,7 +9,7 @@ from typing import Any
 from treeattn.arguments.checks import check_rank
 from treeattn.errors import InputError
 from treeattn.execution.agreement import Attempt, Signature
-from treeattn.state import PartialState
+from treeattn.state import PartialState, check_writable
 from treeattn.steps.channel import Channel
 
 __all__ = ["Attempts", "check_travels", "with_out"]
@@ -72,12 +72,19 @@ def check_travels(dtype: str, wire_dtype: str | None) -> None:
 def with_out(attempt: Attempt, out: Any) -> Attempt:
     """Let an ``out`` that can't take the result count as this rank's error."""
     state = attempt.state
-    if out is None or state is None or attempt.error is not None or _alike(state, out):
+    if out is None or state is None or attempt.error is not None:
         return attempt
-    return replace(attempt, error=InputError.of("out", expected=f"a state like {state!r}", got=repr(out)))
+    try:
+        _check_out(state, out)
+    except InputError as error:
+        return replace(attempt, error=error)
+    return attempt
 
 
-def _alike(state: PartialState, out: Any) -> bool:
-    if not isinstance(out, PartialState):
-        return False
-    return (state.shape, state.dtype, state.ops.name) == (out.shape, out.dtype, out.ops.name)
+def _check_out(state: PartialState, out: Any) -> None:
+    alike = isinstance(out, PartialState) and (
+        (state.shape, state.dtype, state.ops.name) == (out.shape, out.dtype, out.ops.name)
+    )
+    if not alike:
+        raise InputError.of("out", expected=f"a state like {state!r}", got=repr(out))
+    check_writable(out)
