@@ -33,7 +33,7 @@ def test_the_other_python_code_runs_and_prints_what_its_comment_says():
 def test_a_baseline_is_timed_as_the_page_says():
     page = (ROOT / "docs" / "comparison.md").read_text()
     code = re.search(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)[1]
-    arrays = "import numpy as np, treeattn\ncomm = treeattn.TreeComm()\nq = k = v = np.ones((1, 2, 3, 4))\n"
+    arrays = "import numpy as np, treeattn\ncomm = treeattn.TreeComm()\nq = k = v = np.ones((1, 2, 3, 4), np.float32)\n"
     program = f"{arrays}{code}\nassert out.shape == q.shape"
     subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=True)
 
