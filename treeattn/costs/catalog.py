@@ -201,7 +201,9 @@ LINKS = {
     "ethernet-10g": Link(
         50, 1.25, "10 Gbit/s per rank, by its name; latency assumed: usual for TCP", 1.0, ((65536, 100),), 8
     ),
-    "any-network": Link(30, 12.5, "where nothing is known: as ethernet-100g, up to 16 at once", 1.0, (), 16, 1),
+    "any-network": Link(
+        30, 12.5, "where nothing is known: as ethernet-100g, up to 16 at once", 1.0, ((65536, 60),), 16, 1
+    ),
 }
 
 DEVICES = {
