@@ -125,13 +125,13 @@ def vars_of(stats):
 def test_long_states_go_in_parts(plan, arrival, monkeypatch):
     states = states_of(5)
     whole = allreduced(states, list("aabbc"), plan=plan)
-    monkeypatch.setattr("treeattn.execution.rounds.LARGEST_MESSAGE", 50)
+    monkeypatch.setattr("treeattn.planning.messages.LARGEST_MESSAGE", 50)
+    monkeypatch.setattr("treeattn.planning.messages.AT_ONCE", 70)
     assert allreduced(states, list("aabbc"), plan=plan, arrival=arrival) == whole
 
 
 def test_long_states_are_counted_by_parts_and_a_rank_without_one_keeps_nobody_waiting(monkeypatch):
-    for module in ("execution.rounds", "planning.plan"):
-        monkeypatch.setattr(f"treeattn.{module}.LARGEST_MESSAGE", 50)
+    monkeypatch.setattr("treeattn.planning.messages.LARGEST_MESSAGE", 50)
     states = states_of(2)
 
     def body(transport):

@@ -40,7 +40,8 @@ def test_bcast_gives_every_rank_the_roots_array(name, size):
 
 
 def test_bcast_of_a_long_array_goes_in_pieces(monkeypatch):
-    monkeypatch.setattr("treeattn.execution.broadcasting.LARGEST_MESSAGE", 100)
+    monkeypatch.setattr("treeattn.planning.messages.LARGEST_MESSAGE", 100)
+    monkeypatch.setattr("treeattn.planning.messages.AT_ONCE", 3)
     array = np.random.default_rng(0).integers(0, 256, 1234, np.uint8)
 
     def body(transport):
@@ -50,7 +51,8 @@ def test_bcast_of_a_long_array_goes_in_pieces(monkeypatch):
 
     for found, total in run_ranks(4, body):
         assert found == array.tobytes()
-        assert (total.messages, total.bytes) == (13 * 3, 3 * array.nbytes)
+        assert (total.messages, total.messages_between) == (13 + 2 * (12 + 12), 2 * (12 + 12))
+        assert total.bytes == 3 * array.nbytes
     assert broadcast.__module__ == "treeattn.execution.broadcasting"
 
 

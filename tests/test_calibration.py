@@ -79,7 +79,7 @@ def test_an_exchange_that_takes_longer_than_trees_tells_how_many_ranks_can_send_
     assert np.abs(off(fitted(right, labels), right, labels)).max() < 0.05
 
 
-@pytest.mark.parametrize("limit", [32768, 65536])
+@pytest.mark.parametrize("limit", [16384, 32768])
 def test_exchanges_whose_messages_are_large_tell_which_ones_need_a_handshake(limit):
     right, labels = model_of(Link(100.0, 5.0, "", 2.0, ((limit, 300.0),))), names(8)
     found = fitted(right, labels)

@@ -541,19 +541,30 @@ def test_a_file_of_another_kind_is_refused_by_what_it_is(tmp_path):
         CostModel.from_json('{"samples": [], "plans": [], "chosen": "all,all"}')
 
 
-@given(host_maps(), RADICES, st.integers(1, 1000))
+@given(host_maps(), RADICES, st.integers(1, 1000), st.integers(1, 1000))
 @settings(deadline=None, max_examples=50)
-def test_long_messages_count_by_their_parts(hosts, radices, limit):
-    """Follow from the plan's messages: as many parts as fit their bytes; and of the array, as often the rounds."""
+def test_long_messages_count_by_their_parts(hosts, radices, limit, at_once):
+    """Follow from the plan's messages: as many parts as fit their bytes; and of the array, as often the rounds.
+
+    Between hosts parts are smaller where there are up to 16 then.
+    """
     plan, root = plan_allreduce(hosts, radices), len(hosts) - 1
     array = plan_bcast(hosts, root)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("treeattn.planning.plan.LARGEST_MESSAGE", limit)
+        patched.setattr("treeattn.planning.messages.LARGEST_MESSAGE", limit)
+        patched.setattr("treeattn.planning.messages.AT_ONCE", at_once)
         total, of_array = plan.predict(PAYLOAD).total, array.predict(PAYLOAD).total
+
+    def parts(size, crosses):
+        whole, rest = divmod(size, limit)
+        return whole + -(-rest // (at_once if crosses and rest <= 16 * at_once else limit))
+
     pieces = plan.piece_bytes(PAYLOAD)
     sent = [message for each in plan.rounds if not each.shared for message in each.messages]
-    sizes = [plan.message_bytes(message.slots, pieces[message.piece]) for message in sent]
-    assert total.messages == sum(-(-size // limit) for size in sizes)
-    assert total.bytes == sum(sizes)
-    assert of_array.messages == -(-PAYLOAD // limit) * root
+    sizes = [(plan.message_bytes(each.slots, pieces[each.piece]), plan.crosses(each)) for each in sent]
+    assert total.messages == sum(parts(*each) for each in sizes)
+    assert total.messages_between == sum(parts(*each) for each in sizes if each[1])
+    assert total.bytes == sum(size for size, _ in sizes)
+    down = [array.crosses(message) for each in array.rounds for message in each.messages]
+    assert of_array.messages == sum(parts(PAYLOAD, crosses) for crosses in down)
     assert of_array.rounds == -(-PAYLOAD // limit) * len(array.rounds)

@@ -64,10 +64,21 @@ def test_a_rank_that_begins_when_all_has_come_is_busy_and_pays_no_latency():
 
 @pytest.mark.parametrize(("hosts", "radix", "handshakes"), [(8, None, 0), (8, 2, 1), (8, 4, 1), (4, 2, 0), (16, 2, 2)])
 def test_a_message_over_a_limit_pays_a_handshake(hosts, radix, handshakes):
-    """A radix sends 1, r, r * r, ... states at once; four of 16 KB and more are over 64 KiB."""
-    between = Link(10.0, 1e12, "", steps=((65536, 20.0),))
+    """A radix sends 1, r, r * r, ... states at once; four of 16 KB and more are over 40 KB, in parts of 60 KiB too."""
+    between = Link(10.0, 1e12, "", steps=((40000, 20.0),))
     terms = cost(plan_allreduce(singles(hosts), Radices(between=radix)), PAYLOAD, model_of(between=between)).terms
     assert terms.handshake == 20.0 * handshakes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "parts", "handshakes"), [(61000, 1, 0), (61440, 2, 0), (950_000, 16, 0), (10**6, 1, 1)]
+)
+def test_messages_between_hosts_go_in_parts_for_which_nobody_asks(nbytes, parts, handshakes):
+    link = Link(10.0, 1e12, "", gap_us=1.0, steps=((65536, 20.0),))
+    apart = cost(plan_allreduce("ab"), nbytes, CostModel(FREE, link, merge_gb_per_s=1e12)).terms
+    assert (apart.injection, apart.handshake) == (2.0 * parts, 20.0 * handshakes)
+    inside = cost(plan_allreduce("aa"), nbytes, CostModel(link, FREE, merge_gb_per_s=1e12)).terms
+    assert (inside.injection, inside.handshake) == (2.0, 40.0 * (nbytes > 65536))  # up and down
 
 
 def test_merging_counts_each_state_that_the_busiest_rank_reads():

@@ -21,7 +21,7 @@ from treeattn.baselines._baseline import Baseline, Cost, Problem
 from treeattn.baselines._call import Call
 from treeattn.baselines._parcel import Parcel
 from treeattn.state import PartialState
-from treeattn.steps.wire import Wire, pieces
+from treeattn.steps.wire import Wire
 
 __all__ = ["Allreduce3", "allreduce3"]
 
@@ -66,11 +66,10 @@ class Allreduce3(Baseline):
         def part(count: int, rank: int) -> int:
             return item * (count // size + (rank < count % size))
 
-        def sent(rank: int) -> list[tuple[int, int, int]]:
+        def sent(rank: int) -> list[tuple[int, int]]:
             others = [other for other in range(size) if other != rank]
             counts = (rows, rows * width, rows)
-            sizes = [(o, part(count, whose)) for count in counts for o in others for whose in (o, rank)]
-            return [(other, pieces(nbytes), nbytes) for other, nbytes in sizes]
+            return [(o, part(count, whose)) for count in counts for o in others for whose in (o, rank)]
 
         peak = [problem.state_bytes + (size - 1) * part(rows * width, rank) for rank in range(size)]
         return problem.cost(6, sent, peak)

@@ -25,6 +25,7 @@ from treeattn.distributed import agreed_fields, check_positions, fingerprints
 from treeattn.errors import InputError
 from treeattn.local import deliver
 from treeattn.pipeline import check_pipeline
+from treeattn.planning.messages import count_messages
 from treeattn.planning.plan import Stats
 from treeattn.ranks.team import Team
 from treeattn.state import PartialState
@@ -117,29 +118,26 @@ class Problem:
         """Bytes of the state of all queries of one rank."""
         return self.rows * (self.call.spec.v_head_dim + 2) * self.itemsize
 
-    def cost(self, rounds: int, sent: Callable[[int], Sequence[tuple[int, int, int]]], peak: Sequence[int]) -> Cost:
+    def cost(self, rounds: int, sent: Callable[[int], Sequence[tuple[int, int]]], peak: Sequence[int]) -> Cost:
         """Add up what ranks send.
 
         Parameters
         ----------
         rounds : int
         sent : callable
-            Gives what a rank sends, as (destination, messages, bytes).
+            Gives what a rank sends, as (destination, bytes) of each array.
         peak : sequence of int
             Bytes of message buffers, by rank.
         """
         ranks = tuple(self._rank_cost(rank, sent(rank), peak[rank]) for rank in range(self.size))
         return Cost(rounds, rounds * (len(set(self.hosts)) > 1), ranks)
 
-    def _rank_cost(self, rank: int, sent: Sequence[tuple[int, int, int]], peak: int) -> RankCost:
-        far = [(messages, size) for dest, messages, size in sent if self.hosts[dest] != self.hosts[rank]]
-        return RankCost(
-            sum(messages for _, messages, _ in sent),
-            sum(size for _, _, size in sent),
-            peak,
-            sum(messages for messages, _ in far),
-            sum(size for _, size in far),
-        )
+    def _rank_cost(self, rank: int, sent: Sequence[tuple[int, int]], peak: int) -> RankCost:
+        near = [size for dest, size in sent if self.hosts[dest] == self.hosts[rank]]
+        far = [size for dest, size in sent if self.hosts[dest] != self.hosts[rank]]
+        across = sum(count_messages(size, between=True) for size in far)
+        messages = across + sum(count_messages(size, between=False) for size in near)
+        return RankCost(messages, sum(near) + sum(far), peak, across, sum(far))
 
 
 class Baseline(ABC):

@@ -29,7 +29,7 @@ from treeattn.baselines._call import Call
 from treeattn.baselines._parcel import Parcel, Slot
 from treeattn.baselines._schedule import Schedule
 from treeattn.state import PartialState
-from treeattn.steps.wire import Pending, Wire, pieces
+from treeattn.steps.wire import Pending, Wire
 
 __all__ = ["DistFlash", "dist_flash"]
 
@@ -165,11 +165,11 @@ class Guest:
         return q[:, :, rows], q_pos[0][:, rows] if q_pos else None
 
     @staticmethod
-    def nbytes(call: Call, tokens: int) -> int:
-        """Bytes of so many queries."""
+    def sizes(call: Call, tokens: int) -> list[int]:
+        """Bytes of so many queries, and of where they stand."""
         spec = call.spec
         width = spec.q_heads * spec.head_dim * narrow_dtype(spec.q_dtype).itemsize
-        return spec.batch * tokens * (width + 8 * (call.args.q_pos is not None))
+        return [spec.batch * tokens * each for each in (width, 8 * (call.args.q_pos is not None))]
 
 
 class DistFlash(Baseline):
@@ -225,27 +225,22 @@ class FoldedCost:
     problem: Problem
     schedule: Schedule
 
-    def sent(self, rank: int) -> list[tuple[int, int, int]]:
-        """Give (destination, messages, bytes)."""
+    def sent(self, rank: int) -> list[tuple[int, int]]:
+        """Give (destination, bytes) of each array."""
         call, schedule, size = self.problem.call, self.schedule, self.problem.size
         own, found = self.problem.manifests[rank], []
         for step in range(1, schedule.steps + 1):
             ahead, behind = (rank + step) % size, (rank - step) % size
             if schedule.fetches(ahead, step):
-                found.append((ahead, own.messages, own.nbytes))
+                found += [(ahead, nbytes) for nbytes in own.sizes]
             if schedule.is_helped(rank, step) and not call.replicated:
-                tokens = call.holdings[rank].q_tokens
-                found.append((ahead, 1 + (call.args.q_pos is not None), Guest.nbytes(call, tokens)))
+                found += [(ahead, nbytes) for nbytes in Guest.sizes(call, call.holdings[rank].q_tokens)]
             if schedule.is_helped(behind, step):
-                found.append(self._states(behind, schedule.helped(behind, step)))
+                found.append((behind, self._state_bytes(schedule.helped(behind, step))))
         if call.replicated:
             dests = [dest for dest in range(size) if dest != rank and call.root in (None, dest)]
-            found += [self._states(dest, schedule.rows[rank]) for dest in dests]
+            found += [(dest, self._state_bytes(schedule.rows[rank])) for dest in dests]
         return found
-
-    def _states(self, dest: int, rows: slice) -> tuple[int, int, int]:
-        size = self._state_bytes(rows)
-        return dest, pieces(size), size
 
     def _state_bytes(self, rows: slice) -> int:
         spec = self.problem.call.spec
@@ -257,7 +252,7 @@ class FoldedCost:
         call, turns = self.problem.call, min(2, self.schedule.steps)
         found = turns * Slot.nbytes(self.problem.manifests) + self._state_bytes(self.schedule.rows[rank])
         if not call.replicated:
-            return found + turns * Guest.nbytes(call, max(holding.q_tokens for holding in call.holdings))
+            return found + turns * sum(Guest.sizes(call, max(holding.q_tokens for holding in call.holdings)))
         others = [rows for other, rows in enumerate(self.schedule.rows) if other != rank]
         return found + sum(self._state_bytes(rows) for rows in others if call.root in (None, rank))
 

@@ -13,7 +13,7 @@ from treeattn.baselines._baseline import Baseline, Cost, Problem
 from treeattn.baselines._call import Call
 from treeattn.baselines._parcel import Parcel
 from treeattn.state import PartialState
-from treeattn.steps.wire import Wire, pieces
+from treeattn.steps.wire import Wire
 
 __all__ = ["Gather", "gather"]
 
@@ -40,8 +40,8 @@ class Gather(Baseline):
         """One round; a rank sends its state to each of the P - 1 others, or to the root, which has P - 1 buffers."""
         size, state, root = problem.size, problem.state_bytes, problem.call.root
 
-        def sent(rank: int) -> list[tuple[int, int, int]]:
-            return [(dest, pieces(state), state) for dest in range(size) if dest != rank and root in (None, dest)]
+        def sent(rank: int) -> list[tuple[int, int]]:
+            return [(dest, state) for dest in range(size) if dest != rank and root in (None, dest)]
 
         peak = [(size - 1) * state if root in (None, rank) else 0 for rank in range(size)]
         return problem.cost(int(size > 1), sent, peak)

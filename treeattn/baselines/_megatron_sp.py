@@ -44,8 +44,8 @@ class MegatronSP(Baseline):
         """One round; a rank sends its shard P - 1 times and has room for the shards of all others."""
         size, shards = problem.size, problem.manifests
 
-        def sent(rank: int) -> list[tuple[int, int, int]]:
-            return [(dest, shards[rank].messages, shards[rank].nbytes) for dest in range(size) if dest != rank]
+        def sent(rank: int) -> list[tuple[int, int]]:
+            return [(dest, nbytes) for dest in range(size) if dest != rank for nbytes in shards[rank].sizes]
 
         total = sum(shard.nbytes for shard in shards)
         return problem.cost(int(size > 1), sent, [total - shard.nbytes for shard in shards])

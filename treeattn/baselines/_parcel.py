@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from treeattn.arguments.arrays import dtype_name, narrow_dtype
 from treeattn.arguments.spec import Args, KVView, Spec
-from treeattn.steps.wire import Wire, pieces
+from treeattn.steps.wire import Wire
 
 __all__ = ["Manifest", "Parcel", "Part", "Slot"]
 
@@ -63,9 +63,9 @@ class Manifest:
         return sum(part.nbytes for part in self.parts.values())
 
     @property
-    def messages(self) -> int:
-        """Messages that the parcel takes: one per part that is not empty, more for one beyond the largest message."""
-        return sum(pieces(part.nbytes) for part in self.parts.values())
+    def sizes(self) -> list[int]:
+        """Bytes of each part."""
+        return [part.nbytes for part in self.parts.values()]
 
     def heads(self, q: slice, kv: slice) -> Manifest:
         """Give what is left of it for some query heads and their KV heads."""

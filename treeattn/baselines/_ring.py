@@ -71,9 +71,9 @@ class Ring(Baseline):
         if size == 1:
             return problem.cost(0, lambda rank: [], [0])
 
-        def sent(rank: int) -> list[tuple[int, int, int]]:
+        def sent(rank: int) -> list[tuple[int, int]]:
             passed = [shards[(rank - step) % size] for step in range(size - 1)]
-            return [((rank + 1) % size, shard.messages, shard.nbytes) for shard in passed]
+            return [((rank + 1) % size, nbytes) for shard in passed for nbytes in shard.sizes]
 
         return problem.cost(size - 1, sent, [min(2, size - 1) * Slot.nbytes(shards)] * size)
 

@@ -23,7 +23,7 @@ from treeattn.baselines._baseline import Baseline, Cost, Problem
 from treeattn.baselines._call import Call
 from treeattn.baselines._parcel import Parcel
 from treeattn.state import PartialState
-from treeattn.steps.wire import Wire, pieces
+from treeattn.steps.wire import Wire
 
 __all__ = ["RingQuery", "ring_query"]
 
@@ -52,8 +52,8 @@ class RingQuery(Baseline):
         """P - 1 rounds of one state per rank; one buffer for the state that comes."""
         size, state = problem.size, problem.state_bytes
 
-        def sent(rank: int) -> list[tuple[int, int, int]]:
-            return [((rank + 1) % size, pieces(state), state)] * (size - 1)
+        def sent(rank: int) -> list[tuple[int, int]]:
+            return [((rank + 1) % size, state)] * (size - 1)
 
         return problem.cost(size - 1, sent, [state * (size > 1)] * size)
 

@@ -27,7 +27,7 @@ from treeattn.baselines._call import Call
 from treeattn.baselines._parcel import Parcel, Slot
 from treeattn.errors import InputError
 from treeattn.state import PartialState
-from treeattn.steps.wire import Wire, pieces
+from treeattn.steps.wire import Wire
 
 __all__ = ["Share", "Ulysses", "ulysses"]
 
@@ -145,11 +145,11 @@ class Ulysses(Baseline):
         shares, shards = self.shares(spec, size), problem.manifests
         state = [problem.state_bytes // spec.q_heads * share.heads for share in shares]
 
-        def sent(rank: int) -> list[tuple[int, int, int]]:
+        def sent(rank: int) -> list[tuple[int, int]]:
             others = [dest for dest in range(size) if dest != rank]
             parts = [(dest, shards[rank].heads(shares[dest].q, shares[dest].kv)) for dest in others]
-            results = [(dest, pieces(state[rank]), state[rank]) for dest in others if root in (None, dest)]
-            return [*((dest, part.messages, part.nbytes) for dest, part in parts), *results]
+            results = [(dest, state[rank]) for dest in others if root in (None, dest)]
+            return [*((dest, nbytes) for dest, part in parts for nbytes in part.sizes), *results]
 
         def peak(rank: int) -> int:
             others, mine = [other for other in range(size) if other != rank], shares[rank]

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from treeattn.costs.catalog import Link
 from treeattn.costs.model import DEFAULT_MODEL, Cost, CostModel
+from treeattn.planning.messages import count_messages, largest_message
 from treeattn.planning.plan import Message, Plan, Round
 from treeattn.planning.topology import rack_of
 
@@ -41,6 +42,9 @@ Shared: TypeAlias = "tuple[Sharing, dict[Crowd, _Sum], dict[Crowd, _Sum]]"
 
 WAYS = "inside", "window", "rack", "between"
 """Names of links."""
+
+BETWEEN = "rack", "between"
+"""Those between hosts."""
 
 
 class Load(NamedTuple):
@@ -146,11 +150,10 @@ class _Sum:
     nbytes: float = 0.0
     largest: int = 0
 
-    def add(self, size: int) -> None:
-        self.messages += 1
+    def add(self, size: int, between: bool) -> None:
+        self.messages += count_messages(size, between=between)
         self.nbytes += size
-        if size > self.largest:
-            self.largest = size
+        self.largest = max(self.largest, largest_message(size, between=between))
 
     def add_share(self, load: _Sum, lanes: float) -> None:
         self.messages += load.messages / lanes
@@ -246,9 +249,10 @@ class _Pricing:
             kind = message.slots, message.piece
             if kind not in sizes:
                 sizes[kind] = self._plan.message_bytes(message.slots, self._pieces[message.piece])
-            into[message.dest, way].add(sizes[kind])
+            between = way in BETWEEN
+            into[message.dest, way].add(sizes[kind], between)
             if not each.shared:
-                out[message.source, way].add(sizes[kind])
+                out[message.source, way].add(sizes[kind], between)
         return out, into
 
     def _way(self, message: Message, shared: bool) -> str:
@@ -276,7 +280,7 @@ class _Pricing:
 
     def _in_trunk(self, end: End) -> tuple[Crowd, float | None]:
         _, way = end
-        return ("", way), None if way in ("inside", "window") else self._links[way].trunk
+        return ("", way), self._links[way].trunk if way in BETWEEN else None
 
     def _moving(self, way: str, load: _Sum, back: _Sum | None) -> _Moving:
         """Price a load; the rank has a call for each message of the other way too, whose bytes do not hinder these."""

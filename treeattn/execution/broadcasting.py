@@ -11,7 +11,8 @@ import numpy.typing as npt
 from treeattn.arguments.arrays import KV_DTYPES, narrow_dtype, to_numpy
 from treeattn.errors import InputError
 from treeattn.execution.tally import Tally
-from treeattn.planning.plan import LARGEST_MESSAGE, Plan
+from treeattn.planning.messages import cut
+from treeattn.planning.plan import Plan
 from treeattn.transports.base import Bytes, Transport
 
 __all__ = ["broadcast", "check_alike", "describe", "sendable"]
@@ -47,16 +48,23 @@ def check_alike(described: Sequence[list[Any] | None], root: int) -> tuple[npt.D
 def broadcast(plan: Plan, transport: Transport, data: Array, tally: Tally) -> None:
     """Send the root's ``data`` down the plan's tree, into ``data`` on the other ranks."""
     flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    for start in range(0, max(flat.size, 1), LARGEST_MESSAGE):
-        _send_piece(plan, transport, flat[start : start + LARGEST_MESSAGE], tally)
+    for piece in _messages(flat, False):
+        _send_piece(plan, transport, piece, tally)
 
 
 def _send_piece(plan: Plan, transport: Transport, piece: Bytes, tally: Tally) -> None:
     for step in plan.steps(transport.rank):
         sources, dests = [source for source, _, _ in step.receives], [dest for dest, _ in step.sends]
-        requests = [transport.irecv(piece, source, step.number) for source in sources]
-        requests += [transport.isend(piece, dest, step.number) for dest in dests]
+        coming = [(data, rank) for rank in sources for data in _messages(piece, tally.crosses(rank))]
+        going = [(data, rank) for rank in dests for data in _messages(piece, tally.crosses(rank))]
+        requests = [transport.irecv(data, rank, step.number) for data, rank in coming]
+        requests += [transport.isend(data, rank, step.number) for data, rank in going]
         transport.wait(requests)
-        for dest in dests:
-            tally.sent(dest, piece.size)
+        for data, rank in going:
+            tally.sent(rank, data.size)
     tally.rounds(len(plan.rounds), plan.rounds_between)
+
+
+def _messages(data: Bytes, between: bool) -> list[Bytes]:
+    """Cut bytes into messages; none are one too."""
+    return cut(data, between=between) or [data]

@@ -12,15 +12,17 @@ from typing import Any
 
 from treeattn.execution.records import Records, Share, places_of
 from treeattn.execution.tally import Tally
-from treeattn.planning.plan import HEADER_BYTES, LARGEST_MESSAGE, RankRound
+from treeattn.planning.messages import MOST_PARTS, cut
+from treeattn.planning.plan import HEADER_BYTES, RankRound
 from treeattn.transports.base import Bytes, Meanwhile, Silence, Usual
 
 __all__ = ["MessageRound"]
 
-TAGS = 4096
+TAGS = 2**15 // MOST_PARTS
 """Tags of rounds and pieces; a message's second part has a tag that is higher by as much, and so on.
 
 Requests that are started together are started in any order, so that parts under one tag could take each other's place.
+Every MPI has tags up to 32,767.
 """
 
 
@@ -61,7 +63,7 @@ class MessageRound:
 
     def _prepare_sends(self, step: RankRound, records: Records, tag: int) -> None:
         for dest, slots in step.sends:
-            for number, data in enumerate(_parts(records.cut(0, slots))):
+            for number, data in enumerate(cut(records.cut(0, slots), between=self._tally.crosses(dest))):
                 self._sends.append(self._transport.send_init(data, dest, tag + number * TAGS))
                 self._sizes.append((dest, data.size))
                 alone = data[: 0 if number else HEADER_BYTES]  # what a rank with no payload sends of it
@@ -69,7 +71,7 @@ class MessageRound:
 
     def _prepare_receives(self, step: RankRound, records: Records, tag: int, busy: set[tuple[int, int]]) -> None:
         for source, slots, at in step.receives:
-            parts = enumerate(_parts(records.cut(at, slots)))
+            parts = enumerate(cut(records.cut(at, slots), between=self._tally.crosses(source)))
             requests = [self._transport.recv_init(data, source, tag + number * TAGS) for number, data in parts]
             late = not busy.isdisjoint((step.piece, place) for place in places_of((source, slots, at)))
             (self._late if late else self.ahead).extend(requests)
@@ -112,8 +114,3 @@ class MessageRound:
         """Merge what came."""
         for merge in self._mergers:
             merge()
-
-
-def _parts(data: Bytes) -> list[Bytes]:
-    """Cut a message that is too long for one."""
-    return [data[start : start + LARGEST_MESSAGE] for start in range(0, data.size, LARGEST_MESSAGE)]

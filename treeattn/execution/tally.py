@@ -14,11 +14,15 @@ class Tally:
     """Counts what this rank sends; `stats` is a snapshot."""
 
     def __init__(self, hosts: tuple[str, ...], rank: int) -> None:
-        self._elsewhere = [host != hosts[rank] for host in hosts]
+        self._away = [host != hosts[rank] for host in hosts]
         self._sent = [0, 0, 0, 0]
         self.all_rounds, self._rounds_between = Count(), 0
         self.collectives = 0
         self.usage = Usage()
+
+    def crosses(self, rank: int) -> bool:
+        """Whether what goes to a rank, or comes from it, goes from one host to another."""
+        return self._away[rank]
 
     def sent(self, dest: int, size: int) -> None:
         """Count one message."""
@@ -33,7 +37,7 @@ class Tally:
     def total(self, messages: Sequence[tuple[int, int]]) -> tuple[int, int, int, int]:
         """Add up messages (dest, size) that are often sent together."""
         sizes = [size for _, size in messages]
-        away = [size for dest, size in messages if self._elsewhere[dest]]
+        away = [size for dest, size in messages if self.crosses(dest)]
         return len(sizes), sum(sizes), len(away), sum(away)
 
     def rounds(self, number: int, between: int) -> None:

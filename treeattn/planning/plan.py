@@ -20,11 +20,11 @@ from typing import Any, Literal, TypeAlias
 
 from treeattn.arguments.checks import check_rank, check_size
 from treeattn.errors import InputError
+from treeattn.planning.messages import count_messages
 from treeattn.planning.radices import Radices, read_radices
 
 __all__ = [
     "HEADER_BYTES",
-    "LARGEST_MESSAGE",
     "Merge",
     "Message",
     "Plan",
@@ -39,9 +39,6 @@ __all__ = [
 
 HEADER_BYTES = 32
 """Bytes of the header that stands before each record, and that travels alone where there is nothing else to say."""
-
-LARGEST_MESSAGE = 2**30
-"""MPI counts in 32 bits: what is longer travels as several messages of at most this many bytes."""
 
 Level: TypeAlias = Literal["inside", "rack", "between"]
 Action: TypeAlias = Literal["reduce", "gather", "exchange", "broadcast", "acknowledge"]
@@ -266,8 +263,9 @@ class Plan:
         bytes down, H - 1 of each between hosts; in one round per level, (n - 1) (S + 32) bytes. A bcast takes
         n - 1 messages of ``payload_bytes``, H - 1 of them between hosts.
 
-        What is longer than `LARGEST_MESSAGE` (1 GiB) goes, and counts, as so many messages as that takes; an array
-        goes down a bcast's rounds once for each.
+        What is longer than 60 KiB goes between hosts, and counts, as up to 16 messages of 60 KiB, and whole where that
+        is not enough (`treeattn.planning.messages`). What is longer than 1 GiB goes as so many messages as that takes;
+        an array goes down a bcast's rounds once for each.
 
         The scheme "reduce" takes 2 (H - 1) messages of S bytes between hosts, in 2 ceil(log_r H) rounds. A level of
         racks is like one of hosts, with R racks for H hosts between them. With L pieces, everything is sent L times,
@@ -281,10 +279,10 @@ class Plan:
         sent, pieces = [[0, 0, 0, 0] for _ in self.hosts], self.piece_bytes(payload_bytes, rows)
         for message in (message for each in self.rounds if not each.shared for message in each.messages):
             size, between = self.message_bytes(message.slots, pieces[message.piece]), self.crosses(message)
-            tally, parts = sent[message.source], _parts(size)
+            tally, parts = sent[message.source], max(1, count_messages(size, between=between))
             for index, more in enumerate((parts, size, between * parts, between * size)):
                 tally[index] += more
-        times = _parts(payload_bytes) if self.operation == "bcast" else 1
+        times = max(1, count_messages(payload_bytes, between=False)) if self.operation == "bcast" else 1
         rounds, across = times * len(self.rounds), times * self.rounds_between
         per_rank = tuple(Stats(rounds, a, b, across, c, d) for a, b, c, d in sent)
         return Prediction(per_rank, Stats.total(per_rank))
@@ -351,11 +349,6 @@ def spans(count: int, pieces: int) -> tuple[range, ...]:
     size, larger = divmod(count, pieces)
     edges = [piece * size + min(piece, larger) for piece in range(pieces + 1)]
     return tuple(starmap(range, pairwise(edges)))
-
-
-def _parts(nbytes: int) -> int:
-    """Messages that so many bytes take; an empty one is one too."""
-    return max(1, -(-nbytes // LARGEST_MESSAGE))
 
 
 def _count(number: int, noun: str) -> str:

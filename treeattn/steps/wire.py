@@ -9,23 +9,19 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from treeattn.planning.plan import LARGEST_MESSAGE, Usage
+from treeattn.planning.messages import cut
+from treeattn.planning.plan import Usage
 from treeattn.steps.channel import Channel
 from treeattn.steps.overlap import beside
 from treeattn.transports.base import Bytes
 
-__all__ = ["LARGEST_MESSAGE", "Pending", "Wire", "pieces"]
+__all__ = ["Pending", "Wire"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Ends: TypeAlias = "Iterable[tuple[int, Array]]"
 T = TypeVar("T")
 
 _OPERATIONS = {"max": np.maximum, "sum": np.add}
-
-
-def pieces(nbytes: int) -> int:
-    """Give the number of messages that so many bytes take; nothing takes none."""
-    return -(-nbytes // LARGEST_MESSAGE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,10 +55,10 @@ class Wire:
 
     def start(self, *, sends: Ends = (), receives: Ends = ()) -> Pending:
         """Start messages of C-contiguous arrays, given as (rank, array); they must stay as they are until `finish`."""
-        arriving = [(source, piece) for source, array in receives for piece in _cut(array)]
+        arriving = [(source, piece) for source, array in receives for piece in self._cut(array, source)]
         requests = [self._transport.irecv(piece, source, 0) for source, piece in arriving]
         for dest, array in sends:
-            for piece in _cut(array):
+            for piece in self._cut(array, dest):
                 requests.append(self._transport.isend(piece, dest, 0))
                 self._tally.sent(dest, piece.size)
         self._under_way.append(Pending(requests))
@@ -141,7 +137,5 @@ class Wire:
         self.round(crossing=len(set(self.hosts)) > 1)
         self.finish(self.start(sends=sends, receives=receives))
 
-
-def _cut(array: Array) -> list[Bytes]:
-    flat = array.reshape(-1).view(np.uint8)
-    return [flat[start : start + LARGEST_MESSAGE] for start in range(0, flat.size, LARGEST_MESSAGE)]
+    def _cut(self, array: Array, other: int) -> list[Bytes]:
+        return cut(array.reshape(-1).view(np.uint8), between=self._tally.crosses(other))
