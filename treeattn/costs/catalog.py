@@ -108,10 +108,6 @@ class Link:
         for amount in chain(*self.steps):
             check_amount("steps", amount)
 
-    def message_us(self, nbytes: float) -> float:
-        """Microseconds until a lone message of ``nbytes`` is there."""
-        return self.alpha_us + self.transfer_us(nbytes) + self.handshake_us(nbytes)
-
     def transfer_us(self, nbytes: float) -> float:
         """Microseconds that ``nbytes`` take to go by."""
         return nbytes / (self.gb_per_s * 1e3)

@@ -16,12 +16,16 @@ of `treeattn.costs.catalog`, times `EFFICIENCY`, or measured ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from treeattn.costs.catalog import LINKS, Device, Link, Model
 from treeattn.costs.choosing import choose_radices, estimate
 from treeattn.costs.model import CostModel
+from treeattn.costs.pricing import Load
+from treeattn.planning.messages import count_messages, largest_message
 from treeattn.planning.radices import Radices
 
 __all__ = [
@@ -35,6 +39,8 @@ __all__ = [
     "smallest_fit",
     "usable_bytes",
 ]
+
+Way: TypeAlias = Literal["inside", "between"]
 
 EFFICIENCY = 0.8
 """Share of a stated bandwidth that is reached: an assumption. Decode kernels and large messages come to 70 to 90 %."""
@@ -92,9 +98,17 @@ class Cluster:
         return -(-self.ranks // self.per_host)
 
     @property
-    def slowest(self) -> Link:
-        """The link that a pattern over all ranks has to pass."""
-        return self.model.between if self.host_count > 1 else self.model.inside
+    def slowest(self) -> Way:
+        """The way that a pattern over all ranks has to pass."""
+        return "between" if self.host_count > 1 else "inside"
+
+    def hop_ms(self, way: Way, nbytes: float, messages: int = 1, *, uncut: bool = False) -> float:
+        """Milliseconds until a rank's ``messages``, of ``nbytes`` in all, have reached another rank.
+
+        A library's own messages are ``uncut``; ours go between hosts in parts.
+        """
+        link, load = self.model.link(way), _load(nbytes, messages, way == "between" and not uncut)
+        return (link.alpha_us + load.us(link)) / 1e3
 
     def read_ms(self, nbytes: float) -> float:
         """Milliseconds to read bytes of device memory."""
@@ -216,17 +230,17 @@ def _shard(demand: Demand, cluster: Cluster) -> float:
     return demand.kv_bytes / demand.model.layers / cluster.ranks
 
 
-def _hop_ms(link: Link, nbytes: float, messages: int = 1) -> float:
-    """Milliseconds until a rank's ``messages``, of ``nbytes`` in all, have reached another rank."""
-    return (link.gap_us * messages + link.message_us(nbytes)) / 1e3
+def _load(nbytes: float, messages: int, between: bool) -> Load:
+    """Give what ``messages`` of one size, and ``nbytes`` in all, are once they are cut."""
+    each = math.ceil(nbytes / max(messages, 1))
+    return Load(messages * count_messages(each, between=between), nbytes, largest_message(each, between=between))
 
 
 def _exchange_ms(cluster: Cluster, nbytes: float, messages: int) -> float:
     """Milliseconds of a round in which every rank sends so much, to all others, at the same time."""
-    link = cluster.slowest
+    link, load = cluster.model.link(cluster.slowest), _load(nbytes, messages, cluster.slowest == "between")
     crowd = 1.0 if link.lanes is None else max(1.0, min(cluster.ranks, cluster.per_host) / link.lanes)
-    most = link.gap_us * messages + link.transfer_us(nbytes) * crowd + link.handshake_us(nbytes / max(messages, 1))
-    return (link.alpha_us + most) / 1e3 * (cluster.ranks > 1)
+    return (link.alpha_us + load._replace(nbytes=nbytes * crowd).us(link)) / 1e3 * (cluster.ranks > 1)
 
 
 def _merge_ms(demand: Demand, cluster: Cluster, states: int) -> float:
@@ -245,7 +259,7 @@ def _tree(demand: Demand, cluster: Cluster) -> Terms:
 def _ring(demand: Demand, cluster: Cluster) -> Terms:
     """P - 1 steps, in each of which a shard passes on while a kernel runs; every rank reads all keys and values."""
     steps, shard = cluster.ranks - 1, _shard(demand, cluster)
-    kernel, hop = cluster.read_ms(shard), _hop_ms(cluster.slowest, shard, PARTS)
+    kernel, hop = cluster.read_ms(shard), cluster.hop_ms(cluster.slowest, shard, PARTS)
     merge = _merge_ms(demand, cluster, steps + 1) * (steps > 0)
     return Terms(0, (steps + 1) * kernel, steps * max(0.0, hop - kernel), merge, cluster.launch_ms(1 + 2 * steps))
 
@@ -254,7 +268,7 @@ def _ring_query(demand: Demand, cluster: Cluster) -> Terms:
     """P - 1 hops of a state, of which as many between hosts as there are hosts: a state crosses wherever it began."""
     hops, state = cluster.ranks - 1, demand.state_bytes
     between = min(hops, cluster.host_count) if cluster.host_count > 1 else 0
-    wire = between * _hop_ms(cluster.model.between, state) + (hops - between) * _hop_ms(cluster.model.inside, state)
+    wire = between * cluster.hop_ms("between", state) + (hops - between) * cluster.hop_ms("inside", state)
     merge = _merge_ms(demand, cluster, 2 * hops)
     return Terms(0, cluster.read_ms(_shard(demand, cluster)), wire, merge, cluster.launch_ms(1 + hops))
 
@@ -264,10 +278,10 @@ def _dist_flash(demand: Demand, cluster: Cluster) -> Terms:
 
     The other ranks have nothing to wait for, so that shards follow each other, and only the first one's latency counts.
     """
-    steps, link, shard = cluster.ranks // 2, cluster.slowest, _shard(demand, cluster)
-    kernel, follow = cluster.read_ms(shard), _hop_ms(link, shard, PARTS) - link.alpha_us / 1e3
-    fetched = link.alpha_us / 1e3 + steps * max(0.0, follow - kernel)
-    wire = (fetched + _hop_ms(link, demand.state_bytes)) * (cluster.ranks > 1)
+    steps, way, shard = cluster.ranks // 2, cluster.slowest, _shard(demand, cluster)
+    kernel, first = cluster.read_ms(shard), cluster.model.link(way).alpha_us / 1e3
+    fetched = first + steps * max(0.0, cluster.hop_ms(way, shard, PARTS) - first - kernel)
+    wire = (fetched + cluster.hop_ms(way, demand.state_bytes)) * (cluster.ranks > 1)
     merge = _merge_ms(demand, cluster, 4 * steps)
     return Terms(0, (steps + 1) * kernel, wire, merge, cluster.launch_ms(3 + 2 * steps))
 
@@ -309,8 +323,8 @@ def _allreduce3(demand: Demand, cluster: Cluster) -> Terms:
     between = (cluster.host_count - 1).bit_length()
     width = demand.model.head_dim
     sizes = [demand.state_bytes * share / (width + 2) for share in (1, width, 1)]
-    hops = ((cluster.model.between, between), (cluster.model.inside, rounds - between))
-    wire = 2 * sum(count * _hop_ms(link, size) for size in sizes for link, count in hops)
+    hops: tuple[tuple[Way, int], ...] = (("between", between), ("inside", rounds - between))
+    wire = 2 * sum(count * cluster.hop_ms(way, size, uncut=True) for size in sizes for way, count in hops)
     merge = _merge_ms(demand, cluster, 2 * rounds)
     return Terms(0, cluster.read_ms(_shard(demand, cluster)), wire, merge, cluster.launch_ms(4))
 
