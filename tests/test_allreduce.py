@@ -11,7 +11,10 @@ import treeattn
 from plans import radices_of
 from states import bits, message_of, sequence, states_of
 from treeattn import PartialState, TreeComm
+from treeattn.execution.records import Share
+from treeattn.planning.messages import MOST_PARTS
 from treeattn.planning.plan import HEADER_BYTES, Radices, Stats
+from treeattn.planning.planner import plan_allreduce
 from treeattn.testing import FakeBackend, over_the_wire, run_ranks
 from treeattn.testing.oracle import assert_close, dense, tolerance
 from treeattn.wrapping import team_of
@@ -118,6 +121,16 @@ def test_counters_equal_the_prediction(hosts, radices, deterministic):
 
 def vars_of(stats):
     return {name: getattr(stats, name) for name in Stats.__slots__}
+
+
+@given(HOSTS, RADICES)
+@settings(deadline=None, max_examples=30)
+def test_every_part_of_every_message_has_a_tag_of_its_own(hosts, radices):
+    plan = plan_allreduce(hosts, radices)
+    shares = [Share([step], [None] * plan.pieces, len(plan.rounds), None) for step in plan.steps(0)]
+    tags = [share.tag(share.steps[0].piece, part) for share in shares for part in range(MOST_PARTS)]
+    assert len(tags) == len(set(tags))
+    assert all(0 <= tag < plan.tags for tag in tags)
 
 
 @pytest.mark.parametrize("arrival", [None, 5])

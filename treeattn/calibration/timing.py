@@ -111,7 +111,7 @@ def _steps(
     first = 0
     for plan, form in zip(plans, forms, strict=True):
         apart = channel.apart(with_tags(branch, first))
-        first += len(plan.rounds) * plan.pieces
+        first += plan.tags
         yield partial(channel.call, _step(apart, plan, window, form))
 
 

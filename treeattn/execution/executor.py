@@ -101,7 +101,7 @@ class Exchange:
         self._uses = len(shared)
         rounds: list[MessageRound | WindowRound] = []
         for number, found in groupby(steps, key=lambda step: step.number):
-            share = Share(list(found), parts, self.transport)
+            share = Share(list(found), parts, len(self.plan.rounds), self.transport)
             if number in shared:
                 assert self.window is not None, f"rank {self.transport.rank} has no window"
                 ordinal = shared.index(number) + 1

@@ -82,18 +82,28 @@ class Share:
         One of each piece that this rank has to do with.
     parts : sequence of Records
         By piece.
+    rounds : int
+        How many the plan has.
     transport : Transport
         Its deadline is that of the round.
     """
 
     steps: Sequence[RankRound]
     parts: Sequence[Records]
+    rounds: int
     transport: Transport
 
     @property
     def number(self) -> int:
         """The round's number in its plan."""
         return self.steps[0].number
+
+    def tag(self, piece: int, part: int) -> int:
+        """Give the tag of a part of a message: requests that are started together are started in any order.
+
+        Those of a plan are below its `treeattn.planning.plan.Plan.tags`.
+        """
+        return (part * self.rounds + self.number) * len(self.parts) + piece
 
 
 def places_of(receive: tuple[int, int, int]) -> range:

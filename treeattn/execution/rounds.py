@@ -12,18 +12,11 @@ from typing import Any
 
 from treeattn.execution.records import Records, Share, places_of
 from treeattn.execution.tally import Tally
-from treeattn.planning.messages import MOST_PARTS, cut
+from treeattn.planning.messages import cut
 from treeattn.planning.plan import HEADER_BYTES, RankRound
 from treeattn.transports.base import Bytes, Meanwhile, Silence, Usual
 
 __all__ = ["MessageRound"]
-
-TAGS = 2**15 // MOST_PARTS
-"""Tags of rounds and pieces; a message's second part has a tag that is higher by as much, and so on.
-
-Requests that are started together are started in any order, so that parts under one tag could take each other's place.
-Every MPI has tags up to 32,767.
-"""
 
 
 class MessageRound:
@@ -53,26 +46,27 @@ class MessageRound:
         self._headers: list[memoryview] = []
         self._mergers: list[Callable[[], None]] = []
         for step in share.steps:
-            records, tag = share.parts[step.piece], self._number * len(share.parts) + step.piece
-            self._prepare_sends(step, records, tag)
-            self._prepare_receives(step, records, tag, busy)
+            records = share.parts[step.piece]
+            self._prepare_sends(step, records, share)
+            self._prepare_receives(step, records, share, busy)
             self._mergers += [records.merger([records.payloads[at] for at in sources]) for sources in step.merges]
         self._both, self._total = [*self._receives, *self._sends], tally.total(self._sizes)
         self._awaited: list[Any] = []
         self._usual = Usual()
 
-    def _prepare_sends(self, step: RankRound, records: Records, tag: int) -> None:
+    def _prepare_sends(self, step: RankRound, records: Records, share: Share) -> None:
         for dest, slots in step.sends:
-            for number, data in enumerate(cut(records.cut(0, slots), between=self._tally.crosses(dest))):
-                self._sends.append(self._transport.send_init(data, dest, tag + number * TAGS))
+            for part, data in enumerate(cut(records.cut(0, slots), between=self._tally.crosses(dest))):
+                tag = share.tag(step.piece, part)
+                self._sends.append(self._transport.send_init(data, dest, tag))
                 self._sizes.append((dest, data.size))
-                alone = data[: 0 if number else HEADER_BYTES]  # what a rank with no payload sends of it
-                self._alone.append((dest, alone, tag + number * TAGS))
+                alone = data[: 0 if part else HEADER_BYTES]  # what a rank with no payload sends of it
+                self._alone.append((dest, alone, tag))
 
-    def _prepare_receives(self, step: RankRound, records: Records, tag: int, busy: set[tuple[int, int]]) -> None:
+    def _prepare_receives(self, step: RankRound, records: Records, share: Share, busy: set[tuple[int, int]]) -> None:
         for source, slots, at in step.receives:
             parts = enumerate(cut(records.cut(at, slots), between=self._tally.crosses(source)))
-            requests = [self._transport.recv_init(data, source, tag + number * TAGS) for number, data in parts]
+            requests = [self._transport.recv_init(data, source, share.tag(step.piece, part)) for part, data in parts]
             late = not busy.isdisjoint((step.piece, place) for place in places_of((source, slots, at)))
             (self._late if late else self.ahead).extend(requests)
             self._receives += requests

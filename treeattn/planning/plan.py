@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 from treeattn.arguments.checks import check_rank, check_size
 from treeattn.errors import InputError
-from treeattn.planning.messages import count_messages
+from treeattn.planning.messages import MOST_PARTS, count_messages
 from treeattn.planning.radices import Radices, read_radices
 
 __all__ = [
@@ -286,6 +286,11 @@ class Plan:
         rounds, across = times * len(self.rounds), times * self.rounds_between
         per_rank = tuple(Stats(rounds, a, b, across, c, d) for a, b, c, d in sent)
         return Prediction(per_rank, Stats.total(per_rank))
+
+    @property
+    def tags(self) -> int:
+        """How many tags keep its messages apart, and their parts."""
+        return len(self.rounds) * self.pieces * MOST_PARTS
 
     def crosses(self, message: Message) -> bool:
         """Whether a message goes from one host to another."""
