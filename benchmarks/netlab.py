@@ -32,8 +32,8 @@ from treeattn.wrapping import team_of
 
 ALGORITHMS = ("tree", "ring_query", "allreduce3", "ring", "dist_flash")
 SHAPE = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "tokens": 512, "dtype": "float32"}
-SIZES = (64, 60_000, 1_000_000, 3_000_000)
-"""Bytes of messages to calibrate by: two that MPI sends at once, and two that go whole and that it asks for first."""
+SIZES = (64, 60_000, 900_000, 1_000_000)
+"""Bytes of messages to calibrate by: a short one, a longer one, one in many parts, and one for which MPI asks first."""
 
 REPEATS = 7
 HEAD_START = 0.03

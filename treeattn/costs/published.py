@@ -210,11 +210,12 @@ def measured_step(run: Mapping[str, Any], algorithm: str) -> float:
 
 
 def _measured_link(one_way: Mapping[int, float]) -> Link:
-    """Take latency from the shortest message, bandwidth from the two longest, and what is left as a handshake."""
-    short, _, limit, long = sorted(one_way)
-    gb_per_s = (long - limit) / (one_way[long] - one_way[limit]) / 1e6
-    handshake = 1e3 * (one_way[limit] - one_way[short]) - limit / (gb_per_s * 1e3)
-    return Link(1e3 * one_way[short], gb_per_s, "measured", 1.0, ((TCP_EAGER_BYTES, max(0.0, handshake)),))
+    """Take latency from the shortest message, bandwidth from the two between, and a handshake from the longest."""
+    short, longer, parts, whole = sorted(one_way)
+    us_per_byte = 1e3 * (one_way[parts] - one_way[longer]) / (parts - longer)
+    handshake = 1e3 * (one_way[whole] - one_way[parts]) - (whole - parts) * us_per_byte
+    steps = ((TCP_EAGER_BYTES, max(0.0, handshake)),)
+    return Link(1e3 * one_way[short], 1e-3 / us_per_byte, "measured", 1.0, steps)
 
 
 TCP_EAGER_BYTES = 65536
