@@ -19,6 +19,7 @@ from treeattn.testing import over_the_wire
 from treeattn.wrapping import team_of
 
 SHAPE = (1, 4, 1, 6)
+LONG = (2, 8, 40, 64)  # in several parts between hosts
 
 
 def state_of(rank, shape=SHAPE, dtype="float32"):
@@ -57,7 +58,7 @@ def outcome(call):
 GOOD = {
     "allreduce": lambda comm: bits(comm.allreduce(state_of(comm.rank))),
     "allreduce float64": lambda comm: bits(comm.allreduce(state_of(comm.rank, dtype="float64"))),
-    "allreduce wide": lambda comm: bits(comm.allreduce(state_of(comm.rank, shape=(2, 4, 3, 5)))),
+    "allreduce long": lambda comm: bits(comm.allreduce(state_of(comm.rank, shape=LONG))),
     "reduce to first": lambda comm: bits(comm.reduce(state_of(comm.rank))),
     "reduce to last": lambda comm: bits(comm.reduce(state_of(comm.rank), root=comm.size - 1)),
     "bcast": lambda comm: comm.bcast(np.arange(7) if comm.rank == 0 else None).tolist(),

@@ -22,9 +22,9 @@ from treeattn.wrapping import team_of
 
 install_abort_hook()
 
-CALLS = ("allreduce", "allreduce float64", "allreduce wide", "reduce to first", "reduce to last")
+CALLS = ("allreduce", "allreduce float64", "allreduce long", "reduce to first", "reduce to last")
 QUARRELS = (
-    *(("allreduce", other) for other in (*BAD, "allreduce wide", "reduce to last", "consult")),
+    *(("allreduce", other) for other in (*BAD, "allreduce long", "reduce to last", "consult")),
     *(("reduce to last", other) for other in ("no state", "reduce to first", "allreduce float64")),
 )
 
