@@ -8,7 +8,7 @@ computes, the memory is asked for the values that are needed next.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from numba import types as _types
@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from treeattn.kernels.compilation import part
 from treeattn.kernels.pairs import add_pair_at
-from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, Vectors
+from treeattn.kernels.vectors import DOUBLE, FLOAT, LANES, ZEN, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
 
@@ -42,6 +42,59 @@ STRIP = 64
 APART = 4
 """Keys that are addressed from one register, by their distance to it."""
 
+TOGETHER = 4 if LANES == 16 and not ZEN else 1
+"""Columns that a key is multiplied with before the next key is. Intel's processors split a multiply-add in two where
+its operand's address is a sum of registers, and two threads may share a core there, which is then short of
+instructions: an address in a register of its own, computed once, serves so many."""
+
+
+class _Tile:
+    """Writes the loops over columns that sum the products of one vector of rows and each of some keys.
+
+    Each loop carries the addresses of the next column, of the line to fetch and of the keys, and the sums.
+    """
+
+    def __init__(self, vectors: Vectors, kind: str, q_c: Any, k_t: Any, step: Any) -> None:
+        self._vectors, self._kind, self._q_c, self._k_t, self._step = vectors, kind, q_c, k_t, step
+        self._strides = [vectors.builder.mul(k_t, vectors.number(i)) for i in range(APART)]
+
+    def sums(self, q: Any, ahead: Any, k: Any, columns: Any, keys: int) -> list[Any]:
+        """Give a vector of sums for each key."""
+        vectors, builder, totals = self._vectors, self._vectors.builder, [self._vectors.zero] * keys
+        if TOGETHER > 1:
+            whole, columns = (divide(columns, vectors.number(TOGETHER)) for divide in (builder.udiv, builder.urem))
+            q, ahead, k, *totals = vectors.loop(whole, [q, ahead, k, *totals], self._add_columns)
+        bases = [builder.add(k, builder.mul(self._k_t, vectors.number(i))) for i in range(0, keys, APART)]
+        return vectors.loop(columns, [q, ahead, *bases, *totals], partial(self._add_column, keys))[-keys:]
+
+    def _add_columns(self, index: Any, carried: list[Any]) -> list[Any]:
+        vectors, builder = self._vectors, self._vectors.builder
+        query, next_of, first, *totals = carried
+        rows, key, found = [], first, []
+        for _ in range(TOGETHER):
+            vectors.fetch(next_of)
+            rows.append(vectors.load(query))
+            query, next_of = builder.add(query, self._q_c), builder.add(next_of, self._step)
+        for total in totals:
+            key = vectors.in_register(key)
+            for i, row in enumerate(rows):
+                total = _product(vectors, self._kind, vectors.advance(key, i, vectors.size), row, total)
+            found.append(total)
+            key = builder.add(key, self._k_t)
+        return [query, next_of, vectors.advance(first, TOGETHER, vectors.size), *found]
+
+    def _add_column(self, keys: int, index: Any, carried: list[Any]) -> list[Any]:
+        vectors, builder, size = self._vectors, self._vectors.builder, self._vectors.number(self._vectors.size)
+        query, next_of, bases, totals = carried[0], carried[1], carried[2:-keys], carried[-keys:]
+        vectors.fetch(next_of)
+        row = vectors.load(query)
+        found = [
+            _product(vectors, self._kind, builder.add(bases[i // APART], self._strides[i % APART]), row, total)
+            for i, total in enumerate(totals)
+        ]
+        onward = [builder.add(base, size) for base in bases]
+        return [builder.add(query, self._q_c), builder.add(next_of, self._step), *onward, *found]
+
 
 def _add_tile(
     typingctx: Any,
@@ -63,23 +116,8 @@ def _add_tile(
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         q, q_c, k, k_t, columns, scores, ahead, step = args[3:]
         vectors = Vectors(builder, DOUBLE if name == "float64" else FLOAT)
-        size = vectors.number(vectors.size)
-        strides = [vectors.builder.mul(k_t, vectors.number(i)) for i in range(APART)]
-
-        def add_column(index: Any, carried: list[Any]) -> list[Any]:
-            query, next_of, bases, totals = carried[0], carried[1], carried[2 : -keys or None], carried[-keys:]
-            vectors.fetch(next_of)
-            row = vectors.load(query)
-            found = [
-                _product(vectors, name, builder.add(bases[i // APART], strides[i % APART]), row, total)
-                for i, total in enumerate(totals)
-            ]
-            onward = [builder.add(base, size) for base in bases]
-            return [builder.add(query, q_c), builder.add(next_of, step), *onward, *found]
-
-        bases = [builder.add(k, builder.mul(k_t, vectors.number(i))) for i in range(0, keys, APART)]
-        start = [q, ahead, *bases, *[vectors.zero] * keys]
-        for i, total in enumerate(vectors.loop(columns, start, add_column)[-keys:]):
+        tile = _Tile(vectors, name, q_c, k_t, step)
+        for i, total in enumerate(tile.sums(q, ahead, k, columns, keys)):
             place = builder.add(scores, builder.mul(q_c, vectors.number(i)))
             vectors.store(vectors.add(vectors.load(place), total) if more.literal_value else total, place)
         return context.get_dummy_value()

@@ -191,6 +191,11 @@ class Vectors:
         signature = ir.FunctionType(ir.VoidType(), [value.type for value in values])
         self.builder.asm(signature, "", ",".join([*["X"] * len(values), "~{memory}"]), values, True)
 
+    def in_register(self, address: Any) -> Any:
+        """Give an address that is computed once, and not as a part of each instruction that it is for."""
+        signature = ir.FunctionType(LONG, [LONG])
+        return self.builder.asm(signature, "", "=r,0", [address], False)
+
     def loop(self, count: Any, start: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
         """Carry the values ``start`` through ``body(index, values)``, ``count`` times, which may be 0."""
         builder, before = self.builder, self.builder.block
