@@ -174,8 +174,9 @@ FACTOR = {10: 1.2, 1: 2.1}
 """By milliseconds of the wire. At 1 ms, up to 8 ranks and the program that is the wire wait for two cores as long as
 for messages, and no model of messages knows of that."""
 
-LONG = "ring", "dist_flash"
-"""What these send is so long that TCP's window counts, which a forecast knows nothing of: there 2.1 at 10 ms too."""
+RINGS = "ring", "dist_flash"
+RINGS_FACTOR = {10: 1.6, 1: 3.1}
+"""What these send is so long that TCP's window counts, which opens anew after each pause; no forecast knows of that."""
 
 
 @pytest.mark.parametrize("run", NETLAB["runs"], ids=lambda run: f"{run['hosts']} hosts, {run['delay_ms']} ms")
@@ -186,7 +187,7 @@ def test_measured_steps_are_forecast_from_a_lone_message_and_a_lone_kernel(run):
     """
     for name, times in run["step_ms"].items():
         factor = measured_step(run, name) / statistics.median(times)
-        most = max(FACTOR.values()) if name in LONG else FACTOR[run["delay_ms"]]
+        most = (RINGS_FACTOR if name in RINGS else FACTOR)[run["delay_ms"]]
         assert 1 / most < factor < most, name
 
 
