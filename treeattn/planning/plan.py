@@ -289,7 +289,7 @@ class Plan:
 
     @property
     def tags(self) -> int:
-        """How many tags keep its messages apart, and their parts."""
+        """How many tags keep its messages apart, and their parts, where none is longer than a GiB."""
         return len(self.rounds) * self.pieces * MOST_PARTS
 
     def crosses(self, message: Message) -> bool:
