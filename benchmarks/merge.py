@@ -29,6 +29,7 @@ import argparse
 import json
 import os
 import statistics
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -130,12 +131,12 @@ def raw(comm: treeattn.TreeComm, state: treeattn.PartialState) -> dict[str, Call
     swap = team_of(comm).session.shortcut
     if not isinstance(swap, Swap):
         return {}
-    run, own, out = swap._run, swap._own.copy(), comm.allreduce(state)
+    run, own, out = swap.run, swap._own.copy(), comm.allreduce(state)
     own[Own._fields.index("yields")] = FOR_EVER
-    addresses = id(state._packed), id(out._packed), own.ctypes.data
+    arguments = id(state._packed), id(out._packed), own.ctypes.data, 0
 
     def call(kept: Any = own) -> Any:
-        run(*addresses)
+        run(*arguments)
         return out
 
     return {"raw": call}
@@ -153,12 +154,14 @@ def check(name: str, result: Any, state: treeattn.PartialState) -> None:
 
 
 def measure(calls: dict[str, Call], blocks: int, repeats: int, distance: Distance) -> dict[str, dict[str, float]]:
-    """Give median and best block of each call."""
+    """Give median and best block of each call; each block begins with another, as the first comes after a pause."""
     found: dict[str, list[float]] = {name: [] for name in calls}
+    turn = deque(calls.items())
     for _ in range(blocks):
         distance.look()
-        for name, call in calls.items():
+        for name, call in turn:
             found[name].append(milliseconds(call, repeats))
+        turn.rotate(-1)
     return {name: {"median": statistics.median(each), "best": min(each)} for name, each in found.items()}
 
 

@@ -78,17 +78,20 @@ class Compilation(NamedTuple):
     loaded: bool
 
 
-def entry(signature: Any) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
+def entry(signature: Any, *, nogil: bool = True) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
     """Make a function an entry point from Python: calling the result compiles it, or loads it, once and gives it.
 
     Parameters
     ----------
     signature : str or numba signature
         Its one signature.
+    nogil : bool
+        Whether other threads of Python run meanwhile; a function that does not say so from the beginning may say so
+        itself, by `treeattn.kernels.memory.let_threads_run`.
     """
 
     def make(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-        dispatcher = numba.njit(**{**options, "nogil": True, "no_cfunc_wrapper": True})(function)
+        dispatcher = numba.njit(**{**options, "nogil": nogil, "no_cfunc_wrapper": True})(function)
         dispatcher.compile(signature)
         return dispatcher
 

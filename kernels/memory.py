@@ -22,7 +22,9 @@ __all__ = [
     "add_at",
     "call_part",
     "fence",
+    "hold_threads",
     "itemsize",
+    "let_threads_run",
     "load_acquire",
     "nanoseconds",
     "next_task",
@@ -129,6 +131,21 @@ def _nanoseconds(typingctx: Any) -> Any:
     return types.int64(), codegen
 
 
+def _let_threads_run(typingctx: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_python_api(builder).save_thread()
+
+    return types.voidptr(), codegen
+
+
+def _hold_threads(typingctx: Any, kept: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        context.get_python_api(builder).restore_thread(args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.voidptr), codegen
+
+
 def _fence(typingctx: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -159,6 +176,12 @@ store_release: Any = intrinsic(_store_release)
 
 add_at: Any = intrinsic(_add_at)
 """``add_at(address, value)`` adds to the int64 there, at once for all threads, and gives what it was before."""
+
+let_threads_run: Any = intrinsic(_let_threads_run)
+"""``kept = let_threads_run()`` gives up Python's lock (GIL), in code that holds it."""
+
+hold_threads: Any = intrinsic(_hold_threads)
+"""``hold_threads(kept)`` takes it again."""
 
 swap_if: Any = intrinsic(_swap_if)
 """``swap_if(address, expected, value)`` replaces the int64 there if it is ``expected``, and tells whether it was."""

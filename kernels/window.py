@@ -17,7 +17,18 @@ from numba import types as _types
 
 from treeattn.kernels.array_objects import check_objects, elements_of
 from treeattn.kernels.compilation import entry, inline
-from treeattn.kernels.memory import fence, itemsize, load_acquire, nanoseconds, next_task, pointer, store_release
+from treeattn.kernels.memory import (
+    fence,
+    hold_threads,
+    itemsize,
+    let_threads_run,
+    load_acquire,
+    nanoseconds,
+    next_task,
+    pointer,
+    store_release,
+)
+from treeattn.kernels.turns import end_turn, take_turn
 from treeattn.kernels.wire_rows import Address, merge_to_state, pack_rows, room
 from treeattn.kernels.wire_storage import KINDS, row_bytes
 from treeattn.wire_form import WireForm
@@ -27,6 +38,7 @@ types: Any = _types
 
 __all__ = [
     "BEFORE_STATE",
+    "BUSY",
     "DIFFERENT",
     "EQUAL",
     "HEADER",
@@ -57,6 +69,9 @@ HEADER = 32
 EQUAL, DIFFERENT, WAITING = 0, 1, 2
 """What a rank finds: all headers are its own; some are not; some rank has not published yet."""
 
+BUSY = -1
+"""What a step says that it was not the turn of."""
+
 ASLEEP = 8
 """Where in a slot, after the flag, it is said that somebody sleeps until the flag changes."""
 
@@ -79,6 +94,11 @@ class Own(NamedTuple):
     uses: int
     rounds: int
     """Where they are counted."""
+    peak_bytes: int
+    products: int
+    """Where it is said what the last operation took."""
+    taken_bytes: int
+    """What this one takes; it makes no products."""
     even_slot: int
     odd_slot: int
     even_common: int
@@ -88,6 +108,8 @@ class Own(NamedTuple):
     width: int
     """Of a state."""
     ranks: int
+    guard: int
+    """Who gives it its turn: see `treeattn.kernels.turns`."""
     slots: int
     """Where the slots of all ranks are named, in the order of merging, for even uses and for odd ones, with room for
     as many addresses as there are ranks behind them."""
@@ -134,9 +156,10 @@ def sleep_at() -> Any:
 def swap_at(form: WireForm) -> Any:
     """Compiled: a whole step of ranks that all get the merge of all states.
 
-    Its arguments are addresses: of the array objects of the rank's state and of the result, and of what `Own` names. It
-    takes the next step's number and publishes in any case; if what it finds and returns is ``EQUAL``, it has merged,
-    and counted a use and a round.
+    Its arguments are addresses, of the array objects of the rank's state and of the result, and of what `Own` names,
+    and the header's last word. Where it is not its turn it does nothing and returns ``BUSY``. Else it takes the next
+    step's number and publishes; if what it finds and returns is ``EQUAL``, it has merged, counted a use and a round,
+    and ended its turn.
     """
     check_objects()
     return _SWAP[form.o_dtype]()
@@ -173,9 +196,17 @@ def sleep(slots: Array, use: int, limit: int) -> None:
 
 
 def _swap_of(dtype: Any, kind: Any) -> Any:
-    @entry("int64(int64, int64, int64)")
-    def swap(state: int, out: int, own: int) -> int:
-        found: int = _swap(elements_of(state), elements_of(out), pointer(own, np.int64), dtype, kind)
+    @entry("int64(int64, int64, int64, uint64)", nogil=False)
+    def swap(state: int, out: int, own: int, check: int) -> int:
+        places = pointer(own, np.int64)
+        if not take_turn(places[_GUARD_AT]):
+            return BUSY
+        kept = let_threads_run()
+        pointer(places[_HEADER_AT], np.uint64)[_CHECK_AT] = check
+        found: int = _swap(elements_of(state), elements_of(out), places, dtype, kind)
+        hold_threads(kept)
+        if found == EQUAL:
+            end_turn(places[_GUARD_AT])
         return found
 
     return swap
@@ -183,7 +214,9 @@ def _swap_of(dtype: Any, kind: Any) -> Any:
 
 _SWAP = {name: _swap_of(*both) for name, both in KINDS.items()}
 _HEADER_AT, _ROOM_AT, _SPINS_AT, _YIELDS_AT, _PARTS_AT, _STEPS_AT, _USES_AT, _ROUNDS_AT = range(8)
-_SLOT_AT, _COMMON_AT, _ROWS_AT, _WIDTH_AT, _RANKS_AT, _SLOTS_AT = 8, 10, 12, 13, 14, 15
+_PEAK_AT, _PRODUCTS_AT, _TAKEN_BYTES_AT, _SLOT_AT, _, _COMMON_AT, _ = range(8, 15)
+_ROWS_AT, _WIDTH_AT, _RANKS_AT, _GUARD_AT, _SLOTS_AT = range(15, 20)
+_CHECK_AT = 3  # word of a header
 
 
 @inline
@@ -214,6 +247,8 @@ def _swap(state: Address, out: Address, own: Any, dtype: Any, kind: Any) -> int:
             merge_to_state(out, sources, rows, width, space, dtype, kind)
         uses[0] = use
         rounds[0] += 1
+        pointer(own[_PEAK_AT], np.int64)[0] = own[_TAKEN_BYTES_AT]
+        pointer(own[_PRODUCTS_AT], np.int64)[0] = 0
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import treeattn
 from states import bits, message_of, sequence, states_of
-from treeattn import TreeComm
+from treeattn import PartialState, TreeComm
 from treeattn.errors import CommError, RankTimeout
 from treeattn.testing import over_the_wire, run_ranks
 from treeattn.testing.ranks import ThreadTransport
@@ -110,6 +110,67 @@ def test_a_second_thread_gets_an_error_at_once():
 
     started = threading.Event()
     run_ranks(2, body)
+
+
+def in_use():
+    return pytest.raises(CommError, match="in use, by another thread")
+
+
+OTHERS = {
+    "allreduce": lambda comm, state: comm.allreduce(state, out=state),
+    "allreduce of another shape": lambda comm, state: comm.allreduce(PartialState.identity((1, 3, 1, 4))),
+    "bcast": lambda comm, state: comm.bcast(1),
+    "begin": lambda comm, state: comm.allreduce_begin(state),
+    "free": lambda comm, state: comm.free(),
+}
+
+
+@pytest.mark.parametrize("late", [0, 0.1], ids=["in compiled code", "after it"])
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_a_short_way_is_one_operation_too(name, hosts, late):
+    """Rank 0 is in one that waits for rank 1, in compiled code or on the way that goes on from there."""
+
+    def body(transport):
+        comm, state = TreeComm(transport), states_of(2)[transport.rank]
+        guard, result = team_of(comm).channel.guard, comm.allreduce(state)
+        for _ in range(2):
+            comm.allreduce(state, out=result)
+        if comm.rank == 1:
+            assert tried.wait(20)
+            return bits(comm.allreduce(state, out=result))
+        with ThreadPoolExecutor(1) as threads:
+            begun = threads.submit(comm.allreduce, state, out=result)
+            while not guard._cells[0]:
+                pass
+            time.sleep(late)
+            with in_use():
+                OTHERS[name](comm, state)
+            tried.set()
+            return bits(begun.result())
+
+    tried = threading.Event()
+    assert len(set(run_ranks(2, body, hosts=hosts))) == 1
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_short_way_is_none_within_an_operation_or_after_all(hosts):
+    def body(transport):
+        comm, state = TreeComm(transport), states_of(2)[transport.rank]
+        channel, result = team_of(comm).channel, comm.allreduce(state)
+        comm.allreduce(state, out=result)
+        before, steps = bits(result), channel.step
+        with in_use():
+            channel.operate(lambda: comm.allreduce(state, out=result))
+        assert (bits(result), channel.step) == (before, steps)
+        comm.allreduce(state, out=result)
+        session = team_of(comm).session
+        comm.free()
+        assert session.quick is not session.shortcut
+        assert session.shortcut is None
+        assert not channel.guard.take_turn()
+
+    run_ranks(2, body, hosts=hosts)
 
 
 def test_threads_of_one_process_use_a_communicator_at_once():

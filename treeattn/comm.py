@@ -132,13 +132,20 @@ class TreeComm(Facts):
         InputError
             On every rank, if any rank's argument is wrong or the states differ in shape or dtype.
         """
-        team = self._team
-        shortcut = team.session.shortcut  # asked here: where ranks outnumber cores, each call more counts
-        if shortcut is not None and shortcut.is_allreduce:
-            merged = shortcut.merge(state, out)
-            if merged is not None:
-                return merged
-        return team.allreduce(state, out)
+        quick = self._team.session.quick
+        known, target, arguments = quick.repeated
+        merged: PartialState | None = None
+        if state is known and out is target:
+            found = None
+            try:
+                found = quick.run(*arguments)
+                merged = out if found == 0 else quick.go_on(found, state, out)
+            except BaseException as error:
+                quick.fail(found, error)
+                raise
+        elif quick.is_allreduce:
+            merged = quick.merge(state, out)
+        return self._team.allreduce(state, out) if merged is None else merged
 
     def allreduce_begin(self, state: PartialState, *, out: PartialState | None = None) -> Reduction:
         """Begin to merge the states of all ranks, and compute something else until the result is wanted.

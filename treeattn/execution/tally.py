@@ -18,7 +18,7 @@ class Tally:
         self._sent = [0, 0, 0, 0]
         self.all_rounds, self._rounds_between = Count(), 0
         self.collectives = 0
-        self.usage = Usage()
+        self.peak_bytes, self.products = Count(), Count()
 
     def crosses(self, rank: int) -> bool:
         """Whether what goes to a rank, or comes from it, goes from one host to another."""
@@ -44,6 +44,15 @@ class Tally:
         """Count rounds, and those of them in which any message goes between hosts."""
         self.all_rounds.value += number
         self._rounds_between += between
+
+    @property
+    def usage(self) -> Usage:
+        """What the last operation took."""
+        return Usage(self.peak_bytes.value, self.products.value)
+
+    @usage.setter
+    def usage(self, usage: Usage) -> None:
+        self.peak_bytes.value, self.products.value = usage.peak_bytes, usage.products
 
     @property
     def stats(self) -> Stats:

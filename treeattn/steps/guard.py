@@ -6,15 +6,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+import numpy as np
+
 from treeattn.errors import CommError
 
 __all__ = ["Guard"]
 
 T = TypeVar("T")
 
+_TAKEN, _CLOSED = 0, 1
+
 
 class Guard:
     """Runs the operations of one communicator, or refuses to.
+
+    An operation is run by `run`, or, where it is a short way through one, takes its turn and ends it: compiled steps
+    at ``address`` (`treeattn.kernels.turns`), and others by `take_turn` and `end_turn`.
 
     Parameters
     ----------
@@ -27,6 +34,8 @@ class Guard:
         Its one item is taken out for an operation of several ranks, and put back: to do so is faster than with a lock.
     reason : str or None
         Why every operation is refused from here on.
+    address : int
+        Of what compiled steps ask: whether a short way has its turn, whether there is a reason, and where ``free`` is.
 
     Examples
     --------
@@ -42,11 +51,13 @@ class Guard:
     treeattn.errors.CommError: this communicator was freed
     """
 
-    __slots__ = ("_alone", "free", "reason")
+    __slots__ = ("_alone", "_cells", "address", "free", "reason")
 
     def __init__(self, ranks: int) -> None:
         self.free, self._alone = [True], ranks == 1
         self.reason: str | None = None
+        self._cells = np.array([0, 0, id(self.free)], np.int64)
+        self.address = int(self._cells.ctypes.data)
 
     def run(self, function: Callable[..., T], *arguments: object) -> T:
         """Run an operation, and give what it returns.
@@ -57,16 +68,36 @@ class Guard:
         took: list[bool] = []
         try:
             if not self._alone:
-                with suppress(IndexError):
-                    took.extend(map(self.free.pop, (0,)))
+                self._take(took)
             if self.reason is not None:
                 raise CommError(self.reason)
-            if not took and not self._alone:
+            if not self._alone and (not took or self._cells[_TAKEN]):
                 raise CommError("this communicator is in use, by another thread or in the middle of an operation")
             return function(*arguments)
         finally:
             self.free.extend(took)
 
+    def _take(self, took: list[bool]) -> None:
+        with suppress(IndexError):
+            took.extend(map(self.free.pop, (0,)))
+
+    def take_turn(self) -> bool:
+        """Begin a short way; false where the communicator is in use, or where every operation is refused."""
+        took: list[bool] = []
+        try:
+            self._take(took)
+            if not took or self.reason is not None or self._cells[_TAKEN]:
+                return False
+            self._cells[_TAKEN] = 1
+            return True
+        finally:
+            self.free.extend(took)
+
+    def end_turn(self) -> None:
+        """End it."""
+        self._cells[_TAKEN] = 0
+
     def close(self, reason: str) -> None:
         """Refuse every operation from here on, with this reason; the first reason stays."""
         self.reason = self.reason or reason
+        self._cells[_CLOSED] = 1

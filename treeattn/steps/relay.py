@@ -23,7 +23,7 @@ from treeattn.execution.window_round import SPINS
 from treeattn.planning.plan import Plan, RankRound, spans
 from treeattn.state import PartialState
 from treeattn.steps.relay_parts import Piece, Rows, parts_of
-from treeattn.steps.shortcut import Shortcut
+from treeattn.steps.shortcut import BUSY, Run, Shortcut
 from treeattn.transports.base import nothing
 
 __all__ = ["relay_of"]
@@ -48,13 +48,23 @@ def relay_of(plan: Plan, rank: int) -> type[Shortcut] | None:
 class _Relay(Shortcut):
     """What ranks with messages and those without have in common."""
 
-    def _prepare(self) -> tuple[Callable[[int, int, int], int], Array]:
+    def _prepare(self) -> tuple[Run, Array]:
         exchange, rank = self._exchange, self._channel.rank
         self._parts, rows = parts_of(exchange.plan, rank), spans(exchange.form.rows, exchange.plan.pieces)
         own = zip(self._parts, exchange.parts, rows, strict=True)
         self._pieces = [Piece(*each, exchange.window, rank) for each in own]
         self._prepare_step()
-        return self._step, self._own_place()
+        return self._in_turn, self._own_place()
+
+    def _in_turn(self, state: int, out: int, place: int, check: int) -> int:
+        if not self._guard.take_turn():
+            return BUSY
+        if check != self._checked:
+            self._check[0] = self._checked = check
+        found = self._step(state, out, place)
+        if found == 0:
+            self._guard.end_turn()
+        return found
 
     @abstractmethod
     def _prepare_step(self) -> None:

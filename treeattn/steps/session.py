@@ -24,7 +24,7 @@ from treeattn.planning.plan import Plan
 from treeattn.state import PartialState, merge
 from treeattn.steps.channel import Channel
 from treeattn.steps.relay import relay_of
-from treeattn.steps.shortcut import Shortcut
+from treeattn.steps.shortcut import NEVER, Shortcut
 from treeattn.steps.swap import Swap
 from treeattn.transports.base import Meanwhile, nothing
 from treeattn.wire_form import WireForm
@@ -36,6 +36,10 @@ __all__ = ["Session"]
 
 KEPT_EXCHANGES = 8
 """Plans whose buffers are kept."""
+
+
+class _Nothing:
+    is_allreduce, repeated = False, NEVER
 
 
 class Session:
@@ -50,6 +54,13 @@ class Session:
         Memory of this session alone.
     agreed : Signature, optional
         What all ranks agree on already, if anything.
+
+    Attributes
+    ----------
+    shortcut : Shortcut or None
+        The short way of the next call, if it is like the last.
+    quick
+        It again, or what has nothing but no call to repeat.
     """
 
     def __init__(
@@ -62,7 +73,7 @@ class Session:
         self._channel, self._plan_for, self.window, self.agreed = channel, plan_for, window, agreed
         self._exchanges: dict[Any, Exchange] = {}
         self._exchange: Exchange | None = None
-        self.shortcut: Shortcut | None = None
+        self._use(None)
         self._made: Shortcut | None = None
         self._made_for: tuple[Any, ...] = ()
         self._begun = False
@@ -80,7 +91,7 @@ class Session:
 
         A state that is ``lent`` may be overwritten once this returns.
         """
-        self.shortcut = None
+        self._use(None)
         if self.agreed is None:
             self._describe(attempt)
             self.agreed = attempt.signature
@@ -127,6 +138,10 @@ class Session:
                 return self._result(self._running, attempt, out)
             self.begin(attempt)
 
+    def _use(self, shortcut: Shortcut | None) -> None:
+        self.shortcut = shortcut
+        self.quick: Any = _Nothing if shortcut is None else shortcut
+
     def _prepare_shortcut(self) -> None:
         """Make ready for more calls like the one that has ended."""
         exchange, attempt = self._running, self._attempt
@@ -141,7 +156,7 @@ class Session:
         if self._made_for != (exchange, signature, state.ops):
             self._made = self._shortcut(exchange, state, signature)
             self._made_for = exchange, signature, state.ops
-        self.shortcut = self._made
+        self._use(self._made)
 
     def _shortcut(self, exchange: Exchange, state: PartialState, signature: Signature) -> Shortcut | None:
         """Give the short way through an exchange, where there is one."""
@@ -167,7 +182,7 @@ class Session:
 
     def consult(self, description: Description, error: Exception | None) -> list[dict[str, Any]]:
         """Go to the descriptions at once, having told the others so by way of the agreed plan."""
-        self.shortcut = None
+        self._use(None)
         if self.agreed is not None:
             self._channel.call(self._exchange_of(self.agreed).run, self._step(CONSULT, 0, 0))
         return [each.values for each in self._negotiate(lambda: description, error)]
@@ -180,7 +195,8 @@ class Session:
 
     def forget(self) -> None:
         """Let go of buffers and shared memory, when the communicator is freed."""
-        self.shortcut = self._made = self.window = self._exchange = None
+        self._use(None)
+        self._made = self.window = self._exchange = None
         self._made_for = ()
         self._exchanges.clear()
 

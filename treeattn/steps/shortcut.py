@@ -14,9 +14,20 @@ from treeattn.execution.executor import Exchange
 from treeattn.state import PartialState
 from treeattn.steps.channel import Channel
 
-__all__ = ["Shortcut"]
+__all__ = ["BUSY", "NEVER", "Arguments", "Run", "Shortcut"]
 
 Array: TypeAlias = npt.NDArray[Any]
+
+Arguments: TypeAlias = tuple[int, int, int, int]
+"""Addresses of the array objects of a packed state and of a packed result, of memory of the rank's own; check word."""
+
+Run: TypeAlias = Callable[[int, int, int, int], int]
+
+NEVER: tuple[Any, Any, Arguments] = object(), object(), (0, 0, 0, 0)
+"""States that nobody passes."""
+
+BUSY = -1
+"""What a step says that it was not the turn of; as compiled steps do."""
 
 
 class Shortcut(ABC):
@@ -40,6 +51,12 @@ class Shortcut(ABC):
     ----------
     is_allreduce : bool
         Whether that was `TreeComm.allreduce`.
+    run : callable
+        Runs a whole step.
+    repeated : tuple
+        The last state and result of `TreeComm.allreduce`, which may be passed again, and what `run` takes for them.
+        That call does itself what `merge` would. Where ranks outnumber cores, several do in turn on each core what
+        Python does in a step, each out of caches in which the others have been: every call in it counts as often.
     """
 
     def __init__(
@@ -51,23 +68,23 @@ class Shortcut(ABC):
         go_on: Callable[[Attempt, PartialState | None], PartialState | None],
     ) -> None:
         self._go_on = go_on
-        self._exchange, self._channel, self._tally, self._usage = exchange, channel, channel.tally, exchange.usage
-        self._guard, self._enter, self._leave = channel.guard, channel.guard.free.pop, channel.guard.free.append
+        self._exchange, self._channel = exchange, channel
+        self._guard = channel.guard
         self._ops, self._shape, self._dtype = state.ops, state._packed.shape, state._packed.dtype
         self._header = np.zeros(4, np.int64)
         self._header.view(np.uint8)[:] = np.frombuffer(Header(0, 0, signature.digest, 0).pack(), np.uint8)
         self.signature, self.is_allreduce = signature, signature.operation == "allreduce"
-        self._last_state: Any = signature  # which nobody passes
-        self._last_out: Any = signature
         self._check, self._checked = self._header.view(np.uint64)[3:], 0
-        self._run, self._own = self._prepare()
+        self.run, self._own = self._prepare()
         self._own_at = self._own.ctypes.data
+        self.repeated = NEVER
 
     @abstractmethod
-    def _prepare(self) -> tuple[Callable[[int, int, int], int], Array]:
-        """Give what runs a whole step and gives 0 if all was well, and the memory that it needs of this rank.
+    def _prepare(self) -> tuple[Run, Array]:
+        """Give what runs a whole step, and the memory that it needs of this rank.
 
-        It takes addresses: those of the array objects of a packed state and of a packed result, and of that memory.
+        It takes `Arguments`, the third of which is the address of that memory. It gives 0 if all was well, and ``BUSY``
+        where it is not its turn. Anything else is for `_otherwise`, and its turn is not over.
         """
 
     @abstractmethod
@@ -77,9 +94,6 @@ class Shortcut(ABC):
     def merge(self, state: Any, out: Any, attempt: Attempt | None = None) -> PartialState | None:
         """Merge, and give the result; None where this call is not like the last, or the communicator not free.
 
-        Where ranks outnumber cores, several do in turn on each core what Python does here, each out of caches in which
-        the others have been: every attribute counts as often.
-
         Parameters
         ----------
         state : PartialState
@@ -87,41 +101,43 @@ class Shortcut(ABC):
         attempt : Attempt, optional
             The call, where more than its state and signature matters.
         """
-        if (state is not self._last_state or out is not self._last_out) and not self._takes(state, out):
+        if not self._fits(state) or not (out is None or self._fits(out)):
             return None
-        if self._guard.reason is not None:
-            return None
-        found: int | None = 0
+        merged, arguments = self._with_arguments(state, out, 0 if attempt is None else attempt.check)
+        found = None
         try:
-            try:
-                entered = self._enter()
-            except IndexError:
-                return None
-            try:
-                merged: PartialState = state._like(np.empty(self._shape, self._dtype)) if out is None else out
-                check = 0 if attempt is None else attempt.check
-                if check != self._checked:
-                    self._check[0] = self._checked = check
-                found = None
-                found = self._run(id(state._packed), id(merged._packed), self._own_at)
-                if found == 0:
-                    self._tally.usage = self._usage
-                    return merged
-                return self._otherwise(found, attempt or Attempt(self.signature, state, None), out)
-            finally:
-                self._leave(entered)
+            found = self.run(*arguments)
+            return merged if found == 0 else self.go_on(found, state, out, attempt)
         except BaseException as error:
-            if found is None or not isinstance(error, Exception):  # a signal has cut it short
-                self._channel.break_off(error)
+            self.fail(found, error)
             raise
 
-    def _takes(self, state: Any, out: Any) -> bool:
-        """Whether these are states like those that were agreed on; the next call with the same ones need not ask."""
-        if not self._fits(state) or not (out is None or self._fits(out)):
-            return False
-        if out is not None:
-            self._last_state, self._last_out = state, out
-        return True
+    def go_on(
+        self, found: int, state: PartialState, out: PartialState | None, attempt: Attempt | None = None
+    ) -> PartialState | None:
+        """Give what `merge` gives, where the run gave this and not 0."""
+        if found == BUSY:
+            return None
+        merged = self._otherwise(found, attempt or Attempt(self.signature, state, None), out)
+        self._guard.end_turn()
+        return merged
+
+    def fail(self, found: int | None, error: BaseException) -> None:
+        """Leave things in order after an error in the run, or, if that has given something, after it."""
+        if found is None or not isinstance(error, Exception):  # a signal has cut it short
+            self._channel.break_off(error)
+        if found != BUSY:
+            self._guard.end_turn()
+
+    def _with_arguments(
+        self, state: PartialState, out: PartialState | None, check: int
+    ) -> tuple[PartialState, Arguments]:
+        """Give what is to hold the result, and what a step takes; the next call with the same states need not ask."""
+        merged: PartialState = state._like(np.empty(self._shape, self._dtype)) if out is None else out
+        arguments = id(state._packed), id(merged._packed), self._own_at, check
+        if out is not None and self.is_allreduce:
+            self.repeated = state, out, arguments
+        return merged, arguments
 
     def _fits(self, state: Any) -> bool:
         """Whether this is a state like those that were agreed on."""

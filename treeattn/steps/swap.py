@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +12,7 @@ from treeattn.execution.window import compiled
 from treeattn.execution.window_round import WindowRound
 from treeattn.planning.plan import Plan
 from treeattn.state import PartialState
-from treeattn.steps.shortcut import Shortcut
+from treeattn.steps.shortcut import Run, Shortcut
 
 __all__ = ["Swap"]
 
@@ -28,12 +27,12 @@ class Swap(Shortcut):
         """Whether this is a way through a plan."""
         return len(plan.rounds) == 1 and plan.rounds[0].shared
 
-    def _prepare(self) -> tuple[Callable[[int, int, int], int], Array]:
+    def _prepare(self) -> tuple[Run, Array]:
         """Give the compiled step, and what is this rank's own: see `treeattn.kernels.window.swap_at`."""
         (self._round,) = self._exchange.rounds
         window, transport, form = self._exchange.window, self._exchange.transport, self._exchange.form
         assert window is not None, "a swap is one in a window"
-        ranks = range(transport.size)
+        ranks, tally = range(transport.size), self._channel.tally
         slots = [window.address(rank, use) for use in (0, 1) for rank in ranks]
         nbytes = int(np.prod(self._shape)) * self._dtype.itemsize  # a state is longer than its rows of 16 bit
         even, odd = (window.common(use, nbytes) for use in (0, 1))
@@ -46,7 +45,10 @@ class Swap(Shortcut):
             parts=window.parts,
             steps=self._channel.steps.address,
             uses=window.uses.address,
-            rounds=self._tally.all_rounds.address,
+            rounds=tally.all_rounds.address,
+            peak_bytes=tally.peak_bytes.address,
+            products=tally.products.address,
+            taken_bytes=self._exchange.usage.peak_bytes,
             even_slot=slots[transport.rank],
             odd_slot=slots[transport.size + transport.rank],
             even_common=even,
@@ -54,6 +56,7 @@ class Swap(Shortcut):
             rows=form.rows,
             width=form.width,
             ranks=transport.size,
+            guard=self._guard.address,
             slots=self._slots.ctypes.data,
         )
         return compiled().swap_at(form), np.array(own, np.int64)
