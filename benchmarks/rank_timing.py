@@ -20,9 +20,12 @@ LOOK = 1e-3
 def milliseconds(call: Callable[[], Any], repeats: int) -> float:
     """Mean time of a call in a block of ``repeats``, of the slowest rank.
 
-    The clock starts behind a call, which ranks leave together; some leave a barrier a whole delay before others.
+    The clock starts behind two calls, the second of which ranks leave together. Some leave a barrier a whole delay
+    before others; and after a pause TCP sends little at once, on some connections more than on others, so that ranks
+    leave the first call two delays apart.
     """
     WORLD.Barrier()
+    call()
     call()
     start = time.perf_counter()
     for _ in range(repeats):
