@@ -259,7 +259,10 @@ def scores_of(storage: str, common: int, how: int) -> Callable[[], int]:
             while row < rows:
                 at, found = q + row * q_t, into + row * BLOCK * itemsize
                 if rows - row >= eight and most == 8:
-                    dots(code, how, common, eight, 0, at, q_t, start, k_t, count, width, found)
+                    if row == asks and not apart:
+                        dots(code, how, common, eight, 1, at, q_t, start, k_t, count, width, found)
+                    else:
+                        dots(code, how, common, eight, 0, at, q_t, start, k_t, count, width, found)
                     row += eight
                 elif rows - row >= four and most == 8:
                     if slow and row == 0 and not apart:  # the processor alone would not ask far enough ahead

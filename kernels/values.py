@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from treeattn.kernels.call import BLOCK, STORAGES
 from treeattn.kernels.compilation import part
 from treeattn.kernels.loads import QUICK, Loads, fetch_later, padded, stored_bytes
-from treeattn.kernels.vectors import AHEAD, AHEAD_STEP, ASKS_FIRST, DOUBLE, FLOAT, LANES, LINE, Vectors
+from treeattn.kernels.vectors import AHEAD, AHEAD_STEP, ASKS_FIRST, DOUBLE, FLOAT, LANES, LINE, ZEN, Vectors
 
 types: Any = _types  # untyped: so are the functions made of it
 
@@ -37,7 +37,7 @@ the other strips: two levels lose fewer bits."""
 ACCUMULATORS = 8 if LANES == 8 else 24
 """Vectors of sums that registers hold; AVX2 has half as many."""
 
-FOUR, FOUR_KEYS, FOUR_BYTES = 4, 64, 16384
+FOUR, FOUR_KEYS, FOUR_BYTES = 4, 64, 16384 if ZEN else 8192
 """Rows for which a value of the other types is widened once; registers hold sums of a part of the width then, one part
 after the other. Keys and bytes in a strip of theirs at most. Meanwhile the memory is asked for each line of the next
 strip, since the processor would not guess that order."""
@@ -159,8 +159,9 @@ def values_of(storage: str, common: int, looked_up: bool) -> Callable[[], int]:
                 if marked:
                     add_strip(code, common, 1, 1, 0, weights, at, v_t, count, total, sums_t)
                     together = 1
-                elif row == asks and together == 2 and not apart:
+                elif row == asks and 2 <= together < FOUR and not apart:
                     add_strip(code, common, 2, 0, 1, weights, at, v_t, count, total, sums_t)
+                    together = 2
                 elif together == most:
                     add_strip(code, common, most, 0, 0, weights, at, v_t, count, total, sums_t)
                 elif together >= 2:
