@@ -51,8 +51,8 @@ PAIRED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Types of which two elements are loaded into each lane. All even elements of a step come first, then all odd ones."""
 
 QUICK = ("float32", "float64", "bfloat16") if ZEN else ("float64",) if LANES == 16 else ("float32", "float64")
-"""Types that are taken two rows at a time: they are widened in no time beside their products. On Intel's processors with
-AVX-512, float32 is faster four rows at a time, for which each line is read once, and bfloat16 on all but Zen."""
+"""Types that are taken two rows at a time: they are widened in no time beside their products. Four rows at a time read
+each line once, which is faster on Intel's processors: for bfloat16, and with AVX-512 for float32."""
 
 UNITS = {"float8_e4m3fn": 2.0**8}
 """What the numbers that `Loads` gives have to be multiplied with, where that isn't 1; sums can be just as well."""
