@@ -95,6 +95,7 @@ def _options(base: Case) -> list[Case]:
     ]
 
 
+WIDE = (("f32", "float32"), ("bf16", "bfloat16"))
 F32, BF16, F16 = _heads("f32", "float32"), _heads("bf16", "bfloat16"), _heads("f16", "float16")
 GROUPS: dict[str, list[Case]] = {
     "dtypes": [
@@ -115,6 +116,9 @@ GROUPS: dict[str, list[Case]] = {
         BF16[1],
         _four(BF16[1]),
         Case("bf16-mla", "bfloat16", q_heads=16, kv_heads=1, width=576, v_width=512, tokens=131_072, latent=True),
+    ],
+    "groups": [
+        *(Case(f"{short}-gqa{group}", dtype, q_heads=8 * group) for short, dtype in WIDE for group in (2, 3, 6, 8)),
     ],
     "widths": [
         *(Case(f"f32-gqa-d{width}", width=width, v_width=width) for width in (64, 80, 96, 256)),
