@@ -21,8 +21,7 @@ def milliseconds(call: Callable[[], Any], repeats: int) -> float:
     """Mean time of a call in a block of ``repeats``, of the slowest rank.
 
     The clock starts behind two calls, the second of which ranks leave together. Some leave a barrier a whole delay
-    before others; and after a pause TCP sends little at once, on some connections more than on others, so that ranks
-    leave the first call two delays apart.
+    after others: they find everything there in the first call, and leave that a delay before the others.
     """
     WORLD.Barrier()
     call()

@@ -26,6 +26,9 @@ MPICH_PYTHON = TESTS.parent / ".venv-mpich" / "bin" / "python"
 LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PMIX_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDRA", "I_MPI_", "MPIR_")
 JOB_VARIABLE = "TREEATTN_TEST_JOB"
 
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has all children ignore it, which the launcher's would go by
+
 COMPILED = pytest.StashKey[list[str]]()
 
 SEGMENTS = "sm_segment.*", "mpich_shm_*"
