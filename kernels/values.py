@@ -1,7 +1,7 @@
 """Weighted sums of a block of values, o += p·v, at the memory's speed.
 
-A strip of values that fits the first-level cache is fetched for the first rows; the others find it there. Types whose
-widening takes more than one instruction are widened for four rows at once.
+A strip of values that fits the first-level cache is fetched for the first rows; the others find it there. Types that
+are not `QUICK` are taken four rows at once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ ACCUMULATORS = 8 if LANES == 8 else 24
 """Vectors of sums that registers hold; AVX2 has half as many."""
 
 FOUR, FOUR_KEYS, FOUR_BYTES = 4, 64, 16384 if ZEN else 8192
-"""Rows for which a value of the other types is widened once; registers hold sums of a part of the width then, one part
-after the other. Keys and bytes in a strip of theirs at most. Meanwhile the memory is asked for each line of the next
-strip, since the processor would not guess that order."""
+"""Rows for which a value of the other types is read, and widened, once; registers hold sums of a part of the width
+then, one part after the other. Keys and bytes in a strip of theirs at most. Meanwhile the memory is asked for each line
+of the next strip, since the processor would not guess that order."""
 
 
 def strip_keys(row_bytes: int) -> int:

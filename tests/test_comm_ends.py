@@ -14,6 +14,7 @@ import treeattn
 from states import bits, message_of, sequence, states_of
 from treeattn import PartialState, TreeComm
 from treeattn.errors import CommError, RankTimeout
+from treeattn.steps.shortcut import BUSY
 from treeattn.testing import over_the_wire, run_ranks
 from treeattn.testing.ranks import ThreadTransport
 from treeattn.transports.base import Silence
@@ -171,6 +172,13 @@ def test_a_short_way_is_none_within_an_operation_or_after_all(hosts):
         assert not channel.guard.take_turn()
 
     run_ranks(2, body, hosts=hosts)
+
+
+def test_compiled_steps_and_others_say_alike_that_it_is_not_their_turn():
+    from treeattn.kernels import window  # loads numba, which who merely reads this file need not
+
+    assert window.BUSY == BUSY
+    assert BUSY not in (window.EQUAL, window.DIFFERENT, window.WAITING)
 
 
 def test_threads_of_one_process_use_a_communicator_at_once():

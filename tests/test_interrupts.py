@@ -138,7 +138,7 @@ def after_an_interrupt(transport, operation, place, places, plan=None):
 
 def some_of(places):
     """Give all places where a lock is taken or given back, and of the others one in twenty."""
-    delicate = {place for place in places if Path(place[0].co_filename).stem in ("comm", "guard", "shortcut", "swap")}
+    delicate = {place for place in places if Path(place[0].co_filename).stem in ("comm", "guard", "shortcut")}
     return [place for number, place in enumerate(places) if place in delicate or number % 20 == 0]
 
 

@@ -53,10 +53,12 @@ class _Relay(Shortcut):
         self._parts, rows = parts_of(exchange.plan, rank), spans(exchange.form.rows, exchange.plan.pieces)
         own = zip(self._parts, exchange.parts, rows, strict=True)
         self._pieces = [Piece(*each, exchange.window, rank) for each in own]
+        self._check, self._checked = self._header.view(np.uint64)[3:], 0
         self._prepare_step()
         return self._in_turn, self._own_place()
 
     def _in_turn(self, state: int, out: int, place: int, check: int) -> int:
+        """Run a whole step, if it is this one's turn, as a compiled one does: see `Shortcut._prepare`."""
         if not self._guard.take_turn():
             return BUSY
         if check != self._checked:

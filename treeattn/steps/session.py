@@ -39,6 +39,8 @@ KEPT_EXCHANGES = 8
 
 
 class _Nothing:
+    """What there is in place of a short way: no call repeats what it has."""
+
     is_allreduce, repeated = False, NEVER
 
 
@@ -60,7 +62,7 @@ class Session:
     shortcut : Shortcut or None
         The short way of the next call, if it is like the last.
     quick
-        It again, or what has nothing but no call to repeat.
+        The same for `TreeComm.allreduce`, which asks before all else; where there is none, one that fits no call.
     """
 
     def __init__(

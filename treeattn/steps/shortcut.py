@@ -74,7 +74,6 @@ class Shortcut(ABC):
         self._header = np.zeros(4, np.int64)
         self._header.view(np.uint8)[:] = np.frombuffer(Header(0, 0, signature.digest, 0).pack(), np.uint8)
         self.signature, self.is_allreduce = signature, signature.operation == "allreduce"
-        self._check, self._checked = self._header.view(np.uint64)[3:], 0
         self.run, self._own = self._prepare()
         self._own_at = self._own.ctypes.data
         self.repeated = NEVER
