@@ -20,13 +20,16 @@ from treeattn.costs.catalog import Link
 from treeattn.costs.choosing import candidates, choose_radices
 from treeattn.costs.model import DEFAULT_MODEL, CostModel
 from treeattn.costs.pricing import cost
+from treeattn.errors import TreeattnError
 from treeattn.planning.planner import plan_allreduce
 from treeattn.planning.radices import Radices
 from treeattn.planning.saved import check_plan
+from treeattn.steps.session import Session
 from treeattn.steps.shortcut import Shortcut
 from treeattn.testing import run_ranks
 from treeattn.transports.base import with_tags
 from treeattn.transports.emulation import DelayedTransport, Delays
+from treeattn.wrapping import team_of
 
 ROW, ROWS = 520, 32
 MERGING = 10.0
@@ -240,7 +243,21 @@ def test_long_steps_have_fewer_turns():
         1 + turn * {1: 3, 2: 2, 3: 1, 6: 1}[each] for each in delays
     ]
     firsts = [number for number, _ in itertools.groupby(runs.begun)]
-    assert firsts == [*range(9), *range(9), 0, 1, 3, 5, 6, 7, 8, 0, 5, 7]
+    assert firsts == [*range(9), 0, 1, 3, 5, 6, 7, 8, 0, 5, 7]
+
+
+@given(st.lists(st.floats(1.0, 2.0), min_size=1, max_size=200))
+def test_what_a_step_usually_takes_is_a_median_and_of_few_repeats_half_a_repeat_lower(times):
+    found, at = calibration._usual(times), sorted(times)
+    lower, upper = at[max(len(at) // 2 - 2, 0)], at[len(at) // 2]
+    assert lower <= found <= upper
+    if len(times) == 3:
+        assert found == pytest.approx((at[0] + 2 * at[1]) / 3)
+
+
+def test_of_three_turns_one_may_be_slow_from_end_to_end():
+    """However much longer its repeats take."""
+    assert calibration._usual([5.0, 1.0, 1.0]) == calibration._usual([1.0, 90.0, 1.0]) == 1.0
 
 
 def test_a_moment_in_which_all_is_slow_spoils_no_median():
@@ -355,6 +372,31 @@ def test_steps_are_measured_on_the_short_way_that_they_take(monkeypatch):
     run_ranks(4, body, hosts=["a", "a", "b", "b"])
     assert len(taken) == 4
     assert min(taken.values()) >= calibration.FEWEST
+
+
+def test_a_rank_without_room_for_what_is_measured_is_an_error_on_all_and_the_next_call_measures(monkeypatch):
+    make, failing = Session._exchange_on, [True]
+
+    def no_memory(self, *arguments):
+        if failing and threading.current_thread().name == "rank 1":
+            raise MemoryError("no memory for the buffers")
+        return make(self, *arguments)
+
+    monkeypatch.setattr(Session, "_exchange_on", no_memory)
+
+    def body(transport):
+        with TreeComm(transport, plan="auto") as comm:
+            with pytest.raises((MemoryError, TreeattnError), match="no memory for the buffers"):
+                comm.allreduce(state_of(comm.rank))
+            assert comm.calibration is None
+            assert not team_of(comm).channel._branches
+            transport.allgather(b"")
+            failing.clear()
+            return comm.allreduce(state_of(comm.rank)).packed.tobytes(), comm.calibration
+
+    found = run_ranks(3, body, hosts=["a", "a", "b"])
+    assert len({bits for bits, _ in found}) == 1
+    assert all(each == found[0][1] and each is not None for _, each in found)
 
 
 def test_counters_do_not_count_what_is_measured():

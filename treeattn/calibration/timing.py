@@ -1,6 +1,7 @@
 """Measuring the cost model: whole steps, by plans of all kinds, timed by the code that runs plans.
 
-The model is fitted to medians; what the 99th percentile adds is jitter. Time is the transport's.
+The model is fitted to medians, or to less where repeats are few (`_usual`); what the 99th percentile adds is jitter.
+Time is the transport's.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ from treeattn.execution.window import Window
 from treeattn.planning.plan import Plan, spans
 from treeattn.state import PartialState
 from treeattn.steps.channel import Channel
-from treeattn.steps.session import Session
-from treeattn.transports.base import Transport, with_tags
+from treeattn.steps.session import Session, make_together
+from treeattn.transports.base import Transport
 from treeattn.transports.clocks import Clock
+from treeattn.transports.waiting import nap
 from treeattn.wire_form import WireForm, merger
 
 __all__ = ["Calibration", "Sample", "calibrate", "in_turns"]
 
 Run: TypeAlias = Callable[[], object]
 
-SECONDS = 0.7
+SECONDS = 0.6
 """Roughly how long all steps together are repeated, each as long as any other, or twice as long for more turns."""
 
-SETTLING = 2
-"""Runs of a turn that do not count: after steps by another plan, ranks need some until they wait as they will."""
+SETTLING = 1
+"""Runs of a turn that do not count: the first after steps by another plan takes longer.
+
+The first of all loads code and connects ranks; it is one more."""
 
 FEWEST, MOST = 1, 200
 """Repeats of a turn at least, and of a step at most."""
@@ -47,6 +51,9 @@ SHORTEST = 1e-9
 MERGED = 8
 """States of the merge that is timed."""
 
+FITTING = 0.03
+"""Seconds that rank 0 fits a model, roughly."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -59,7 +66,7 @@ class Sample:
     nbytes : int
         Of a state.
     p50_us, p99_us : float
-        Median and 99th percentile over repeats, of the middle rank.
+        Median (of few repeats half a repeat lower) and 99th percentile over repeats, of the middle rank.
     """
 
     plan: str
@@ -92,70 +99,84 @@ def calibrate(channel: Channel, window: Window | None, form: WireForm) -> Calibr
     probes = probes_for(channel.hosts, form.shape[1], shared)
     forms = [replace(form, shape=(form.shape[0], each.rows, *form.shape[2:])) for each in probes]
     branch = channel.branch()
-    runs = list(_steps(channel, branch, window, [each.plan for each in probes], forms))
+    steps = list(_steps(channel, branch, window, [each.plan for each in probes], forms))
+    make_together(channel, [(each.session, each.attempt.state) for each in steps])
+    runs = [partial(channel.call, each) for each in steps]
     *quantiles, merging = _middle(channel, [*_quantiles(channel, runs), _merge_seconds(form, channel.transport.clock)])
     channel.retire(branch)
     us = 1e6 * np.reshape(quantiles, (2, -1)).T
     timed = [
         Timed(probe.plan, form.nbytes, *each) for probe, form, each in zip(probes, forms, us.tolist(), strict=True)
     ]
-    told = channel.call(_fitted, timed, MERGED * form.nbytes / merging / 1e9) if channel.rank == 0 else ""
-    model = CostModel.from_json(channel.gather(told.encode())[0].decode())
+    model = _fitted(channel, timed, MERGED * form.nbytes / merging / 1e9)
     return Calibration(tuple(Sample(str(each.plan.radices), *each[1:]) for each in timed), model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A whole step, by the short way where it has one, as all steps but the first."""
+
+    session: Session
+    attempt: Attempt
+
+    def __call__(self) -> None:
+        shortcut = self.session.shortcut
+        if shortcut is None or shortcut.merge(self.attempt.state, None, self.attempt) is None:
+            self.session.merge(self.attempt, None)
 
 
 def _steps(
     channel: Channel, branch: Transport, window: Window | None, plans: Sequence[Plan], forms: Sequence[WireForm]
-) -> Iterator[Run]:
+) -> Iterator[_Step]:
     """Give whole steps, all on one branch, with tags of their own, since each has receives that are started ahead."""
     first = 0
     for plan, form in zip(plans, forms, strict=True):
-        apart = channel.apart(with_tags(branch, first))
+        yield _step(channel.apart(branch, first), plan, window, form)
         first += plan.tags
-        yield partial(channel.call, _step(apart, plan, window, form))
 
 
-def _step(channel: Channel, plan: Plan, window: Window | None, form: WireForm) -> Run:
-    """Give a whole step, by the short way where it has one, as all steps but the first."""
+def _step(channel: Channel, plan: Plan, window: Window | None, form: WireForm) -> _Step:
+    """Give a whole step of states of a form, agreed on as if by calls before."""
     batch, heads, tokens, width = form.shape
     rows = batch, heads, tokens
     state = PartialState.from_lse(np.zeros((*rows, width - 2), np.float32), np.zeros(rows, np.float32), base="e")
     signature = Signature("calibration", None, (), (*rows, width), form.dtype)
-    attempt, session = Attempt(signature, state, None), Session(channel, lambda *_: plan, window, signature)
-
-    def step() -> None:
-        shortcut = session.shortcut
-        if shortcut is None or shortcut.merge(state, None, attempt) is None:
-            session.merge(attempt, None)
-
-    return step
+    return _Step(Session(channel, lambda *_: plan, window, signature), Attempt(signature, state, None))
 
 
 def _quantiles(channel: Channel, runs: Sequence[Run]) -> list[float]:
-    """Seconds that each run takes on this rank: medians, and then 99th percentiles.
+    """Seconds that each run usually takes on this rank, and then 99th percentiles.
 
-    First runs load code and connect ranks; a first turn tells for how many more there is time.
+    A first turn tells for how many more repeats there is time.
     """
     clock = channel.transport.clock
-    for run in runs:
-        run()
-    first = in_turns(clock, runs, [FEWEST] * len(runs), SETTLING)
+    first = in_turns(clock, runs, [FEWEST] * len(runs), 1 + SETTLING)
     usual = _middle(channel, [float(np.median(each)) for each in first])
-    more = in_turns(clock, runs, [_more(SECONDS / len(runs) / each) for each in usual], SETTLING)
+    more = in_turns(clock, runs, [_more(SECONDS / len(runs) / each) for each in usual], SETTLING, TURNS - 1)
     times = [early + late for early, late in zip(first, more, strict=True)]
-    return [float(np.quantile(each, at)) for at in (0.5, 0.99) for each in times]
+    return [*map(_usual, times), *(float(np.quantile(each, 0.99)) for each in times)]
 
 
 def _more(runs: float) -> int:
     """Give how many repeats to add to those of a first turn, where there is time for so many runs in all.
 
-    Few in each of three turns tell more than as many in one. In recordings of 16 and 6 ranks on two cores with wires of
-    1 ms, 12 runs in three turns were off by 11 and 6 % (root of mean squares), 14 in one by 12 and 8, 9 in one by 20
-    and 13.
+    Few in each of three turns tell more than as many in one. In recordings of 6 to 16 ranks on two cores with wires of
+    1 ms, models of 9 runs in three turns were off by 7 to 13 % (root of mean squares over plans), of 8 in two by 5 to
+    12, and of 6 in two by 8 to 18.
     """
     turns = min(max(round(2 * runs / (SETTLING + 1 + FEWEST)), 1), TURNS)
     repeats = min(int(runs), MOST) - turns * (SETTLING + 1)
     return max(repeats, turns * FEWEST) - FEWEST if turns > 1 else 0
+
+
+def _usual(times: Sequence[float]) -> float:
+    """Give the median of many repeats, and of few what lies half a repeat lower.
+
+    Whatever disturbs a step only lengthens it, and its first repeats are longer than those that follow. In those
+    recordings models of 9 runs were off by 7 to 13 % by this and by 7 to 16 by medians, of which one in eleven plans of
+    16 ranks was off by more than a quarter.
+    """
+    return float(np.quantile(times, (len(times) - 1) / (2 * len(times)) if len(times) > 1 else 0.5))
 
 
 def _middle(channel: Channel, values: Sequence[float]) -> list[float]:
@@ -165,17 +186,23 @@ def _middle(channel: Channel, values: Sequence[float]) -> list[float]:
     return middle
 
 
-def _fitted(timed: Sequence[Timed], merge_gb_per_s: float) -> str:
-    return fit(timed, merge_gb_per_s).to_json()
+def _fitted(channel: Channel, timed: Sequence[Timed], merge_gb_per_s: float) -> CostModel:
+    """Give the model that rank 0 fits, while the others leave it the cores that they may share."""
+    told = ""
+    if channel.rank == 0:
+        told = channel.call(lambda: fit(timed, merge_gb_per_s).to_json())
+    else:
+        nap(FITTING)
+    return CostModel.from_json(channel.gather(told.encode())[0].decode())
 
 
 def in_turns(
-    clock: Callable[[], float], runs: Sequence[Run], counts: Sequence[int], settling: int = 0
+    clock: Callable[[], float], runs: Sequence[Run], counts: Sequence[int], settling: int = 0, turns: int = TURNS
 ) -> list[list[float]]:
     """Seconds of so many repeats of each run, in turns: a machine that is slow for a while is so for all of them."""
-    parts = [spans(count, min(TURNS, max(1, count // FEWEST))) for count in counts]
+    parts = [spans(count, min(turns, max(1, count // FEWEST))) for count in counts]
     times: list[list[float]] = [[] for _ in runs]
-    for turn in range(TURNS):
+    for turn in range(turns):
         for run, part, found in zip(runs, parts, times, strict=True):
             if turn < len(part) and part[turn]:
                 found += _times(clock, run, settling, len(part[turn]))

@@ -15,7 +15,7 @@ from treeattn.execution.counting import Count
 from treeattn.execution.tally import Tally
 from treeattn.execution.window import room_for_state
 from treeattn.steps.guard import Guard
-from treeattn.transports.base import Mark, Silence, Transport
+from treeattn.transports.base import Mark, Silence, Transport, with_tags
 from treeattn.transports.gpu_mpi import Verdict
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Channel:
         self.rank, self.size = transport.rank, transport.size
         self.steps, self.freed = Count(), False
         self._branches: list[Transport] = []
-        self._given: Transport | None = None
+        self._given: tuple[Transport, Transport] | None = None
         self.gpu_memory = Verdict((), "not asked")
         self.cards: Joined | None = None
         self.collective = ""
@@ -85,10 +85,13 @@ class Channel:
         self.hosts, self.most_room = hosts, room_for_state(hosts)
         self.tally = Tally(hosts, self.rank)
 
-    def apart(self, branch: Transport) -> Channel:
-        """Give a channel for calls within a call: counted apart, states as they are, and all plans on one branch."""
+    def apart(self, branch: Transport, first: int) -> Channel:
+        """Give a channel for calls within a call: counted apart, states as they are, and one plan, on a branch of ours.
+
+        Its tags are those from ``first`` on, so that several can share the branch.
+        """
         made = copy(self)
-        made._given = branch
+        made._given = with_tags(branch, first), branch
         made.guard, made.wire_dtype = Guard(self.size), None
         made.name_hosts(self.hosts)
         made.most_room = self.most_room
@@ -162,15 +165,18 @@ class Channel:
     def branch(self) -> Transport:
         """Make a transport for one plan; collective."""
         if self._given is not None:
-            return self._given
+            return self._given[0]
         made = self.call(self.transport.branch)
         self._branches.append(made)
         return made
 
     def retire(self, branch: Transport) -> None:
-        """Give a plan's transport back; every rank does, between the same two steps."""
-        self._branches.remove(branch)
-        branch.free()
+        """Give a plan's transport back, or the one that several share; every rank does, between the same two steps."""
+        if self._given is not None:
+            branch = self._given[1]
+        if branch in self._branches:
+            self._branches.remove(branch)
+            branch.free()
 
     def free(self) -> None:
         """Give the transports back; collective."""

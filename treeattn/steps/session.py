@@ -7,7 +7,7 @@ others learn of it from the headers, and all meet in an exchange of descriptions
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from treeattn.wire_form import WireForm
 if TYPE_CHECKING:
     from treeattn.steps.groups import Groups
 
-__all__ = ["Session"]
+__all__ = ["Session", "make_together"]
 
 KEPT_EXCHANGES = 8
 """Plans whose buffers are kept."""
@@ -97,7 +97,7 @@ class Session:
         if self.agreed is None:
             self._describe(attempt)
             self.agreed = attempt.signature
-        self._exchange = self._exchange_of(self.agreed, attempt.state)
+        self._exchange = self._agreed_exchange(attempt.state)
         self._channel.call(self._start, self._exchange, attempt, lent)
 
     def _start(self, exchange: Exchange, attempt: Attempt, lent: bool) -> None:
@@ -186,7 +186,7 @@ class Session:
         """Go to the descriptions at once, having told the others so by way of the agreed plan."""
         self._use(None)
         if self.agreed is not None:
-            self._channel.call(self._exchange_of(self.agreed).run, self._step(CONSULT, 0, 0))
+            self._channel.call(self._agreed_exchange().run, self._step(CONSULT, 0, 0))
         return [each.values for each in self._negotiate(lambda: description, error)]
 
     def retire(self) -> None:
@@ -232,38 +232,31 @@ class Session:
     def _result(exchange: Exchange, attempt: Attempt, out: PartialState | None) -> PartialState | None:
         return None if attempt.state is None else exchange.result(attempt.state, out)
 
-    def _exchange_of(self, agreed: Signature | None, state: PartialState | None = None) -> Exchange:
-        assert agreed is not None, "there is no plan to follow before the first agreement"
-        found = self._exchanges.get(agreed.wire)
-        if found is None:
+    def _agreed_exchange(self, state: PartialState | None = None) -> Exchange:
+        """Give the exchange for what was agreed on, made for states such as this one where there is none yet."""
+        wire = self._wire
+        if wire not in self._exchanges:
             if len(self._exchanges) >= KEPT_EXCHANGES:
                 self._channel.retire(self._exchanges.pop(next(iter(self._exchanges))).transport)
-            root, shape, dtype = agreed.wire
-            form = WireForm(shape, dtype, self._channel.wire_dtype)
-            common = self._plan(form.nbytes, root), self._channel.branch(), self.window, form, self._channel.tally
             if self._channel.cards is not None:
-                found = self._channel.cards.exchange(self, *common)
+                self._exchanges[wire] = self._channel.cards.exchange(self, *self._common())
             else:
-                found = self._made_by_all(common, state)
-            self._exchanges[agreed.wire] = found
-        return found
+                make_together(self._channel, [(self, state)])
+        return self._exchanges[wire]
 
-    def _made_by_all(self, common: tuple[Any, ...], state: PartialState | None) -> Exchange:
-        """Make an exchange; where a rank can't, for which the others would wait, none has it; collective."""
-        found, problem = None, None
-        try:
-            found = self._exchange_on(common, state)
-        except Exception as error:  # whatever it is, such as no memory for the buffers
-            problem = error
-        if any(self._channel.gather(b"" if problem is None else b"failed")):
-            self._channel.retire(common[1])
-            self.agreed = None
-            self._negotiate(lambda: Description("") if problem is None else Description.of_error(problem), problem)
-        assert found is not None, "else there was a problem"
-        return found
+    @property
+    def _wire(self) -> Any:
+        assert self.agreed is not None, "there is no plan to follow before the first agreement"
+        return self.agreed.wire
+
+    def _common(self) -> tuple[Any, ...]:
+        """Give what all exchanges take, for what was agreed on: a plan, a branch and so on; collective."""
+        root, shape, dtype = self._wire
+        form = WireForm(shape, dtype, self._channel.wire_dtype)
+        return self._plan(form.nbytes, root), self._channel.branch(), self.window, form, self._channel.tally
 
     def _exchange_on(self, common: tuple[Any, ...], state: PartialState | None) -> Exchange:
-        """Make an exchange of a plan, a branch, and what else `treeattn.execution.executor.Exchange` takes."""
+        """Make an exchange of what `_common` gives."""
         if self._channel.collective == "mpi":
             return CollectiveExchange(*common)
         plan, branch, window, form, tally = common
@@ -319,3 +312,23 @@ class Session:
             self.groups.settle(max(each.lanes for each in descriptions))
         conclude(descriptions, self._channel.hosts, self._channel.rank, own)
         return descriptions
+
+
+def make_together(channel: Channel, wanted: Sequence[tuple[Session, PartialState | None]]) -> None:
+    """Make the exchanges for what sessions have agreed on, for states such as these; collective.
+
+    Where a rank can't, for which the others would wait, none has any: they are told what keeps it from that.
+    """
+    made, problem, common = list[Exchange](), None, [session._common() for session, _ in wanted]
+    try:
+        made = [session._exchange_on(each, state) for each, (session, state) in zip(common, wanted, strict=True)]
+    except Exception as error:  # whatever it is, such as no memory for the buffers
+        problem = error
+    if any(channel.gather(b"" if problem is None else b"failed")):
+        for (_, branch, *_), (session, _) in zip(common, wanted, strict=True):
+            session._channel.retire(branch)
+            session.agreed = None
+        first, _ = wanted[0]
+        first._negotiate(lambda: Description("") if problem is None else Description.of_error(problem), problem)
+    for exchange, (session, _) in zip(made, wanted, strict=True):
+        session._exchanges[session._wire] = exchange
