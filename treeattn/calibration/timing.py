@@ -35,9 +35,7 @@ SECONDS = 0.6
 """Roughly how long all steps together are repeated, each as long as any other, or twice as long for more turns."""
 
 SETTLING = 1
-"""Runs of a turn that do not count: the first after steps by another plan takes longer.
-
-The first of all loads code and connects ranks; it is one more."""
+"""Runs of a turn that do not count: the first after steps by another plan takes longer."""
 
 FEWEST, MOST = 1, 200
 """Repeats of a turn at least, and of a step at most."""
@@ -66,7 +64,7 @@ class Sample:
     nbytes : int
         Of a state.
     p50_us, p99_us : float
-        Median (of few repeats half a repeat lower) and 99th percentile over repeats, of the middle rank.
+        What it usually takes (`_usual`), and the 99th percentile over repeats, of the middle rank.
     """
 
     plan: str
@@ -147,36 +145,35 @@ def _step(channel: Channel, plan: Plan, window: Window | None, form: WireForm) -
 def _quantiles(channel: Channel, runs: Sequence[Run]) -> list[float]:
     """Seconds that each run usually takes on this rank, and then 99th percentiles.
 
-    A first turn tells for how many more repeats there is time.
+    First runs load code and connect ranks; second ones tell for how many more there is time.
     """
     clock = channel.transport.clock
-    first = in_turns(clock, runs, [FEWEST] * len(runs), 1 + SETTLING)
-    usual = _middle(channel, [float(np.median(each)) for each in first])
-    more = in_turns(clock, runs, [_more(SECONDS / len(runs) / each) for each in usual], SETTLING, TURNS - 1)
-    times = [early + late for early, late in zip(first, more, strict=True)]
+    for run in runs:
+        run()
+    second = _middle(channel, [_elapsed(run, clock) for run in runs])
+    times = in_turns(clock, runs, [_repeats(SECONDS / len(runs) / each) for each in second], SETTLING)
     return [*map(_usual, times), *(float(np.quantile(each, 0.99)) for each in times)]
 
 
-def _more(runs: float) -> int:
-    """Give how many repeats to add to those of a first turn, where there is time for so many runs in all.
+def _repeats(runs: float) -> int:
+    """Give how many repeats count where there is time for so many runs.
 
     Few in each of three turns tell more than as many in one. In recordings of 6 to 16 ranks on two cores with wires of
     1 ms, models of 9 runs in three turns were off by 7 to 13 % (root of mean squares over plans), of 8 in two by 5 to
     12, and of 6 in two by 8 to 18.
     """
     turns = min(max(round(2 * runs / (SETTLING + 1 + FEWEST)), 1), TURNS)
-    repeats = min(int(runs), MOST) - turns * (SETTLING + 1)
-    return max(repeats, turns * FEWEST) - FEWEST if turns > 1 else 0
+    return max(min(int(runs), MOST) - turns * (SETTLING + 1), turns * FEWEST)
 
 
 def _usual(times: Sequence[float]) -> float:
-    """Give the median of many repeats, and of few what lies half a repeat lower.
+    """Give the median of many repeats, and of few what lies 1.5 repeats lower, but not below their lower third.
 
-    Whatever disturbs a step only lengthens it, and its first repeats are longer than those that follow. In those
-    recordings models of 9 runs were off by 7 to 13 % by this and by 7 to 16 by medians, of which one in eleven plans of
-    16 ranks was off by more than a quarter.
+    Whatever disturbs a step only lengthens it, and the first repeats of a turn are longer than those that follow. In
+    those recordings models of 9 runs were off by 7 to 13 % by this and by 7 to 16 by medians, by which one in eleven
+    plans of 16 ranks was off by more than a quarter.
     """
-    return float(np.quantile(times, (len(times) - 1) / (2 * len(times)) if len(times) > 1 else 0.5))
+    return float(np.quantile(times, max(1 / 3, (len(times) - 3) / (2 * len(times)))))
 
 
 def _middle(channel: Channel, values: Sequence[float]) -> list[float]:

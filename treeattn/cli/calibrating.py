@@ -32,8 +32,8 @@ __all__ = ["Measured", "calibrate", "show"]
 WIDTH = 128
 """Width of v of the states that are merged: the payload's bytes are theirs to within a head row."""
 
-SECONDS = 0.25
-"""Roughly how long each plan is repeated."""
+SECONDS, TURNS = 0.5, 6
+"""Roughly how long each plan is repeated, and in how many turns: a machine may be slow for longer than one takes."""
 
 FIRST, FEWEST, MOST = 4, 12, 1000
 """Repeats that tell how long a plan takes; and then at least and at most."""
@@ -107,7 +107,7 @@ def _measured(forecasts: dict[Radices, float], hosts: tuple[str, ...], state: Pa
         comms = [stack.enter_context(TreeComm(hosts=hosts, plan=radices)) for radices in forecasts]
         runs = [partial(comm.allreduce, state) for comm in comms]
         counts = [_repeats(comm, run) for comm, run in zip(comms, runs, strict=True)]
-        times = in_turns(time.perf_counter, runs, counts, SETTLING)
+        times = in_turns(time.perf_counter, runs, counts, SETTLING, TURNS)
         quantiles = [_slowest(comm, np.quantile(each, (0.5, 0.99))) for comm, each in zip(comms, times, strict=True)]
     return [
         Measured(str(radices), us, *(1e6 * each for each in found))
